@@ -1,0 +1,25 @@
+"""One module per shape of SGLang; a release maps to the module that was reviewed for it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from ..hooks.spec import Hook
+
+REVIEWED: dict[str, str] = {"0.5.17": "v0_5_17"}
+"""SGLang release -> adapter module of this package."""
+
+
+class Adapter(Protocol):
+    """What an adapter module offers."""
+
+    EAGER_HOOKS: tuple[Hook, ...]
+    WORKER_HOOKS: tuple[Hook, ...]
+
+
+def find(release: str) -> Adapter | None:
+    """The adapter for an SGLang release, or None if that release was not reviewed."""
+    base = release.split("+", 1)[0]
+    name = REVIEWED.get(base)
+    return None if name is None else cast(Adapter, importlib.import_module(f"{__name__}.{name}"))

@@ -1,0 +1,57 @@
+"""State of one process: its configuration and, in a prefill worker, its ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import AlignLevel, Config
+from ..core.inject import BatchProof, Ledger
+
+
+@dataclass
+class Runtime:
+    """What the handlers of one process share."""
+
+    config: Config
+    ledger: Ledger | None = None
+
+    @property
+    def addressed(self) -> bool:
+        """Whether packed rows carry their address."""
+        return self.config.align is AlignLevel.ROWS
+
+    @property
+    def check_shape(self) -> bool:
+        """Whether batches are settled by all ranks."""
+        return self.config.align is not AlignLevel.OFF
+
+    def require_ledger(self, cp_rank: int) -> Ledger:
+        """The ledger, made at first use."""
+        if self.ledger is None:
+            self.ledger = Ledger(cp_rank)
+        return self.ledger
+
+    @property
+    def proof(self) -> BatchProof | None:
+        """The proof of the batch whose forward runs now."""
+        return None if self.ledger is None else self.ledger.current
+
+
+_runtime: Runtime | None = None
+
+
+def start(config: Config) -> None:
+    """Set this process's configuration; called once, by `plugin.register`."""
+    global _runtime
+    _runtime = Runtime(config)
+
+
+def runtime() -> Runtime:
+    """This process's state.
+
+    Raises:
+        RuntimeError: `start` was not called.
+    """
+    if _runtime is None:
+        raise RuntimeError("sglang_dspark_cp was not activated in this process (plugin.register did not run)")
+    return _runtime

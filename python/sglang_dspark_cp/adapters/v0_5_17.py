@@ -1,0 +1,483 @@
+"""SGLang 0.5.17: the release in which the feature is missing.
+
+Handlers take engine objects, call `core`, write back. Shapes: see `core`. In this release the model itself splits the
+batch: the runner pads ids, positions and cache locations to Tp = C * P before the forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import FaultKind
+from ..core.capture import AuxCapture
+from ..core.gather import gather_rows
+from ..core.inject import BatchProof
+from ..core.layout import rows_per_rank, shard
+from ..core.topology import PrefillTopology, require_live_groups, require_supported
+from ..errors import TopologyError
+from ..faults import spoil_arrived, spoil_locations, spoil_packed, spoil_positions, spoil_streams
+from ..hooks.install import install
+from ..hooks.spec import Hook, ReliesOn, Tier
+from .runtime import runtime
+
+logger = logging.getLogger(__name__)
+
+MODEL_ARCHITECTURE = "DeepseekV4ForCausalLM"
+
+
+# ---------------------------------------------------------------------------------------------- argument handling
+
+
+def _is_dspark_prefill(server_args: Any) -> bool:
+    return bool(server_args.speculative_algorithm == "DSPARK" and server_args.disaggregation_mode == "prefill")
+
+
+def _is_deepseek_v4(server_args: Any) -> bool:
+    return bool(server_args.get_model_config().hf_config.architectures[0] == MODEL_ARCHITECTURE)
+
+
+def topology_of(server_args: Any) -> PrefillTopology:
+    """What a `ServerArgs` asks for, in the words of `core.topology`."""
+    from sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate import is_unified_kv_triton
+    from sglang.srt.environ import envs
+
+    return PrefillTopology(
+        tp_size=server_args.tp_size,
+        dp_size=server_args.dp_size,
+        pp_size=server_args.pp_size,
+        attn_cp_size=server_args.attn_cp_size,
+        cp_strategy=server_args.cp_strategy if server_args.enable_prefill_cp else None,
+        transfer_backend=server_args.disaggregation_transfer_backend,
+        dcp_size=server_args.dcp_size,
+        cp_v2=bool(envs.SGLANG_ENABLE_CP_V2.get()),
+        unified_kv=is_unified_kv_triton(),
+        hierarchical_cache=server_args.enable_hierarchical_cache,
+        cache_layer_split=server_args.enable_dsa_cache_layer_split,
+        pdmux=server_args.enable_pdmux,
+    )
+
+
+def validate_cp(original: Callable[..., None], server_args: Any) -> None:
+    """Refuse unsupported set-ups before stock looks at them, and let the unified CP flags mean what the old ones do."""
+    if not (_is_dspark_prefill(server_args) and server_args.enable_prefill_cp):
+        return original(server_args)
+    require_supported(topology_of(server_args))
+    original(server_args)
+    # The unified flags were mirrored to the generic legacy alias before the model was known; stock has just set the
+    # DeepSeek alias too and would call the pair mutually exclusive.
+    server_args.enable_prefill_context_parallel = False
+
+
+def handle_dspark(original: Callable[..., None], server_args: Any) -> None:
+    """Admit DSPARK on a supported prefill topology."""
+    asked = _is_dspark_prefill(server_args) and (server_args.attn_cp_size > 1 or server_args.enable_prefill_cp)
+    if not (asked and _is_deepseek_v4(server_args)):
+        return original(server_args)
+    require_supported(topology_of(server_args))
+    # Stock turns DP attention on while it resolves CP arguments and off again later; with one data-parallel rank it
+    # changes nothing, but stock's DSPARK checks refuse what they see in between.
+    held = server_args.enable_dp_attention
+    server_args.enable_dp_attention = False
+    try:
+        original(server_args)
+    finally:
+        server_args.enable_dp_attention = held
+    _require_bundled_draft(server_args)
+
+
+def _require_bundled_draft(server_args: Any) -> None:
+    from sglang.srt.speculative.dspark_components.dspark_config import draft_is_deepseek_v4
+
+    if not draft_is_deepseek_v4(server_args=server_args):
+        raise TopologyError(
+            f"found a DSPARK draft at {server_args.speculative_draft_model_path!r} that is not a DeepSeek-V4 draft;"
+            " allowed with prefill context parallelism is the draft of a DeepSeek-V4 DSpark checkpoint, because only"
+            " its KV rows are made here; fix: leave out --speculative-draft-model-path, or take the CP flags away."
+        )
+
+
+def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
+    """Second tier: hook the model and the scheduler only in a worker that uses the feature."""
+    if algorithm.is_dspark() and server_args.disaggregation_mode == "prefill" and server_args.attn_cp_size > 1:
+        install(WORKER_HOOKS)
+        logger.info(
+            "sglang-dspark-cp: DSPARK on CP prefill is active, attn_cp_size=%d, alignment proof=%s",
+            server_args.attn_cp_size,
+            runtime().config.align.value,
+        )
+        if (fault := runtime().config.fault) is not None:
+            logger.warning("sglang-dspark-cp: fault %s is being injected on purpose", fault.kind.value)
+    return original(algorithm, server_args)
+
+
+# ------------------------------------------------------------------------------------------- draft initialisation
+
+
+def attach_shared_modules(original: Callable[..., None], draft: Any, *, embed_tokens: Any, lm_head: Any) -> None:
+    """Leave the embedding, the LM head and the Markov TP shard alone: only drafting uses them, prefill never drafts."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    require_live_groups(
+        attn_tp_size=parallel.attn_tp_group.world_size,
+        attn_cp_size=parallel.attn_cp_group.world_size,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+    )
+
+
+# ----------------------------------------------------------------------------------------------- one prefill batch
+
+
+def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_publish: Any) -> Any:
+    """Open the batch's proof, run stock's prefill (target forward, then injection), hand the proof to the result."""
+    if batch.forward_mode.is_idle():
+        return original(worker, batch, on_publish)
+    state = runtime()
+    ledger = state.require_ledger(_cp_rank())
+    proof = BatchProof(
+        [req.rid for req in batch.reqs],
+        batch.prefix_lens,
+        batch.extend_lens,
+        check_shape=state.check_shape,
+        check_rows=state.addressed,
+    )
+    ledger.begin(proof)
+    try:
+        result = original(worker, batch, on_publish)
+    finally:
+        ledger.current = None
+        proof.drop_hidden()
+    result.logits_output.hidden_states = None
+    result.dspark_cp_proof = proof
+    return result
+
+
+def model_forward(
+    original: Callable[..., Any], model: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kw: Any
+) -> Any:
+    """Run the target and return its aux hidden states as one tensor [T, A * H] in global order."""
+    from sglang.srt.layers.attention.dsa.utils import dsa_use_prefill_cp
+
+    layer_ids = model.dspark_layers_to_capture
+    proof = runtime().proof
+    if layer_ids is None or proof is None:
+        return original(model, input_ids, positions, forward_batch, *args, **kw)
+    if dsa_use_prefill_cp(forward_batch):
+        return _forward_on_shard(original, model, proof, layer_ids, input_ids, positions, forward_batch, *args, **kw)
+    output, aux = original(model, input_ids, positions, forward_batch, *args, **kw)
+    hidden = torch.cat([rows[: proof.tokens] for rows in aux], dim=-1)
+    proof.note_local(hidden)
+    return output, hidden
+
+
+def _forward_on_shard(
+    original: Callable[..., Any],
+    model: Any,
+    proof: BatchProof,
+    layer_ids: list[int],
+    input_ids: Any,
+    positions: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    from sglang.srt.layers.dp_attention import attn_cp_all_gather_into_tensor
+
+    state = runtime()
+    ledger = state.require_ledger(_cp_rank())
+    fault, cp_rank, cp_size = state.config.fault, ledger.cp_rank, model.cp_size
+
+    def streams(layer: Any, output: Any) -> torch.Tensor:
+        hidden, residual, post, comb = output
+        finished = layer.hc_post(hidden, residual, post, comb) if model.use_fused_mhc_post_pre else hidden
+        return spoil_streams(fault, cp_rank, finished)
+
+    rows = rows_per_rank(proof.tokens, cp_size)
+    capture = AuxCapture(model.layers, layer_ids, streams, expected_rows=rows, addressed=state.addressed)
+    # With layers to capture stock refuses CP; the capture above takes their place for the time of this call.
+    model.dspark_layers_to_capture = None
+    try:
+        with capture:
+            output = original(model, input_ids, positions, forward_batch, *args, **kw)
+    finally:
+        model.dspark_layers_to_capture = layer_ids
+    packed = capture.packed
+    if packed is None:
+        raise RuntimeError(f"none of the captured layers {layer_ids} ran in this forward of {proof.tokens} tokens")
+    missing = capture.missing_rows()
+    if state.addressed:
+        local_loc = shard(forward_batch.out_cache_loc, cp_size, cp_rank)
+        if missing or capture.positions is None or not capture.positions.shape[0] == local_loc.shape[0] == rows:
+            packed.forget_address()
+        else:
+            packed.write_address(capture.positions, local_loc)
+    spoil_packed(fault, cp_rank, packed)
+    arrived = gather_rows(packed, proof.tokens, cp_size, attn_cp_all_gather_into_tensor)
+    arrived = spoil_arrived(fault, cp_rank, cp_size, [end - start for start, end in proof.spans], arrived)
+    proof.note_arrived(arrived, missing)
+    counters = ledger.counters
+    counters.cp_forwards += 1
+    counters.aux_collectives += 1
+    counters.gather_bytes += arrived.wire_bytes
+    counters.rows_captured += rows
+    counters.rows_gathered += proof.tokens
+    return output, arrived.hidden
+
+
+def inject_target_hidden(
+    original: Callable[..., None], injector: Any, *, target_hidden: Any, cache_loc: Any, positions: Any, **rest: Any
+) -> None:
+    """Prove the rows against the locations they are to be written to; write only rows that passed."""
+    state = runtime()
+    proof = state.proof
+    if proof is None or target_hidden is None:
+        return original(injector, target_hidden=target_hidden, cache_loc=cache_loc, positions=positions, **rest)
+    draft = injector.draft_model
+    pool = injector.draft_model_runner.token_to_kv_pool
+    fault, cp_rank = state.config.fault, _cp_rank()
+    if proof.used_cp or (fault is not None and fault.kind is FaultKind.WRONG_LOC):
+        cache_loc = spoil_locations(fault, cp_rank, cache_loc)
+        positions = spoil_positions(fault, cp_rank, positions)
+    locations = proof.admit(
+        target_hidden,
+        positions.to(target_hidden.device, non_blocking=True),
+        cache_loc.to(target_hidden.device, non_blocking=True),
+        expected_width=draft.num_target_features * int(draft.config.hidden_size),
+        to_swa=pool.translate_loc_from_full_to_swa,
+    )
+    if locations is not None:
+        original(injector, target_hidden=target_hidden, cache_loc=locations, positions=positions, **rest)
+
+
+# ------------------------------------------------------------------------------------------------------ scheduler
+
+
+def process_batch_result(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Settle the batch's proof on all ranks before anything of it is cached or sent."""
+    proof = result.__dict__.pop("dspark_cp_proof", None)
+    if proof is not None:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()  # stock's own first step; the verdict's copy is older than this event
+        group = scheduler.attn_cp_cpu_group
+        error = runtime().require_ledger(_cp_rank()).settle(proof, lambda words: _gather_words(words, group))
+        if error is not None:
+            logger.error("AlignmentError: %s", error)
+            for req in batch.reqs:
+                _fail(req, f"AlignmentError: {error}")
+    return original(scheduler, batch, result)
+
+
+def send_kv_chunk(
+    original: Callable[..., None], scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """Send nothing of a failed request, and a last chunk only when its final window was injected."""
+    ledger = runtime().require_ledger(_cp_rank())
+    failed = ledger.failure(req.rid)
+    if failed is None and last_chunk:
+        length = min(req.extend_range.end, len(req.origin_input_ids))
+        failed = ledger.require_complete(req.rid, length, scheduler.sliding_window_size)
+    if failed is not None:
+        _fail(req, failed)
+        return None
+    return original(scheduler, req, last_chunk=last_chunk, end_idx=end_idx)
+
+
+def process_inflight_queue(original: Callable[..., list[Any]], scheduler: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Forget finished requests; after a refused one drop every cached prefix, some of it may hold its bad rows."""
+    done = original(scheduler, *args, **kwargs)
+    ledger = runtime().require_ledger(_cp_rank())
+    refused = [req.rid for req in done if ledger.forget(req.rid)]
+    if refused:
+        _drop_cached_prefixes(scheduler.tree_cache)
+        logger.warning("sglang-dspark-cp: prefix cache emptied after refused request(s) %s", ", ".join(refused))
+    return done
+
+
+def _fail(req: Any, text: str) -> None:
+    """End a request's transfer with `text` on this rank and tell its decode ranks; idempotent.
+
+    Stock's next poll, reduced over the CP ranks, then aborts the request everywhere and answers its client.
+    """
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    req.skip_radix_cache_insert = True
+    sender = req.disagg_kv_sender
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    if manager.request_status.get(room) in (None, KVPoll.Failed):
+        return
+    manager.record_failure(room, text)
+    manager.update_status(room, KVPoll.Failed)
+    rank = (manager.attn_tp_rank * manager.pp_size + manager.pp_rank) * manager.attn_cp_size + manager.attn_cp_rank
+    for peer in list(manager.transfer_infos.get(room, {}).values()):
+        if not peer.is_dummy:
+            manager.sync_status_to_decode_endpoint(peer.endpoint, peer.dst_port, peer.room, KVPoll.Failed, rank)
+
+
+def _drop_cached_prefixes(tree_cache: Any) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    if tree_cache.is_chunk_cache():
+        return
+    everything = tree_cache.full_evictable_size() + tree_cache.swa_evictable_size()
+    tree_cache.evict(EvictParams(num_tokens=everything, swa_num_tokens=everything))
+
+
+def _gather_words(words: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    gathered = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, words, group=group)
+    return [row.tolist() for row in gathered]
+
+
+def _cp_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_cp_rank)
+
+
+# ---------------------------------------------------------------------------------------------------------- table
+
+_SRT = "sglang.srt."
+_PREFILL_SCHEDULER = f"{_SRT}disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
+
+EAGER_HOOKS = (
+    Hook(
+        id="validate-cp",
+        target=f"{_SRT}arg_groups.deepseek_v4_hook.validate_deepseek_v4_cp",
+        handler=validate_cp,
+        parameters=("server_args",),
+        digest="8ce3d3c75b54",
+        tier=Tier.EAGER,
+        relies_on=ReliesOn.BODY,
+        process="launcher and every scheduler, while arguments resolve",
+        why="list every violation at once before stock's own checks; make --enable-prefill-cp --cp-strategy interleave"
+        " resolve to the same configuration as the legacy flags",
+        upstream="none, because 0.5.18 and later dropped the alias that collides",
+        remove_when="0.5.17 is no longer supported",
+    ),
+    Hook(
+        id="admit",
+        target=f"{_SRT}arg_groups.speculative_hook._handle_dspark",
+        handler=handle_dspark,
+        parameters=("server_args",),
+        digest="06f26d0274ad",
+        tier=Tier.EAGER,
+        relies_on=ReliesOn.BODY,
+        process="launcher and every scheduler, while arguments resolve",
+        why="stock refuses DSPARK while enable_dp_attention is set, which CP resolution sets for a moment",
+        upstream="sgl-project/sglang: fixed in 0.5.18",
+        remove_when="0.5.17 is no longer supported",
+    ),
+    Hook(
+        id="create-worker",
+        target=f"{_SRT}speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        handler=create_worker,
+        parameters=("self", "server_args"),
+        digest="e6d34efedc54",
+        tier=Tier.EAGER,
+        relies_on=ReliesOn.SIGNATURE,
+        process="every scheduler, once",
+        why="install the worker hooks only where the feature is used",
+        upstream="none, because it is this package's own seam",
+        remove_when="SGLang offers a per-worker plugin point",
+    ),
+)
+
+WORKER_HOOKS = (
+    Hook(
+        id="no-decode-init",
+        target=f"{_SRT}models.deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark.attach_shared_modules",
+        handler=attach_shared_modules,
+        parameters=("self", "embed_tokens", "lm_head"),
+        digest="45ffb2d9d5b6",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, once",
+        why="the Markov shard compares the LM head's shards (8) with attention TP (1) and refuses; prefill never drafts",
+        upstream="none, because later releases attach the modules for nothing on prefill",
+        remove_when="SGLang does not attach them on PD prefill",
+    ),
+    Hook(
+        id="proof",
+        target=f"{_SRT}speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+        handler=forward_prefill,
+        parameters=("self", "batch", "on_publish"),
+        digest="2a7e50cf0496",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every batch",
+        why="one proof per batch, from before the forward to the processing of its result",
+        upstream="none, because no release checks alignment",
+        remove_when="SGLang proves alignment itself",
+    ),
+    Hook(
+        id="capture-gather",
+        target=f"{_SRT}models.deepseek_v4.DeepseekV4Model.forward",
+        handler=model_forward,
+        parameters=("self", "input_ids", "positions", "forward_batch"),
+        digest="9f31900ad379",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every batch",
+        why="stock raises NotImplementedError when capture meets CP; capture on the shard, one all-gather",
+        upstream="sgl-project/sglang: capture under CP since 0.5.18 (one collective per layer), packed since 0.5.23",
+        remove_when="0.5.17 is no longer supported",
+    ),
+    Hook(
+        id="align-inject",
+        target=f"{_SRT}speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+        handler=inject_target_hidden,
+        parameters=("self", "target_hidden", "cache_loc", "positions"),
+        digest="2335b5d62809",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every batch",
+        why="stock cuts surplus rows silently and does not notice short or permuted ones",
+        upstream="none, because no release checks alignment",
+        remove_when="SGLang proves alignment itself",
+    ),
+    Hook(
+        id="settle",
+        target=f"{_PREFILL_SCHEDULER}process_batch_result_disagg_prefill",
+        handler=process_batch_result,
+        parameters=("self", "batch", "result"),
+        digest="f0b0d98331bd",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every batch",
+        why="all ranks reach one verdict before the batch's requests are cached or sent",
+        upstream="none, because no release checks alignment",
+        remove_when="SGLang proves alignment itself",
+    ),
+    Hook(
+        id="send-complete",
+        target=f"{_PREFILL_SCHEDULER}send_kv_chunk",
+        handler=send_kv_chunk,
+        parameters=("self", "req", "last_chunk", "end_idx"),
+        digest="93ef0516ff54",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every chunk that is sent",
+        why="the draft KV of a last chunk leaves only when its final window was injected",
+        upstream="none, because no release checks it",
+        remove_when="SGLang checks it itself",
+    ),
+    Hook(
+        id="finish",
+        target=f"{_PREFILL_SCHEDULER}process_disagg_prefill_inflight_queue",
+        handler=process_inflight_queue,
+        parameters=("self",),
+        digest="50e408e55afa",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every loop with transfers in flight",
+        why="bookkeeping of finished requests; no prefix with rows of a refused request stays cached",
+        upstream="none, because it follows from the checks above",
+        remove_when="the checks above go",
+    ),
+)

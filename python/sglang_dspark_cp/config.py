@@ -1,0 +1,108 @@
+"""The only reader of this package's environment variables. Standard library only.
+
+| variable | values (default first) | meaning |
+|---|---|---|
+| `SGLANG_DSPARK_CP` | `1`, `0` | `0` leaves SGLang untouched: no hook at all is registered |
+| `SGLANG_DSPARK_CP_ALIGN` | `rows`, `shape`, `off` | how much of the alignment proof runs |
+| `SGLANG_DSPARK_CP_FAULT` | empty, `KIND` or `KIND@RANK` | test only: spoil the draft rows of every CP prefill forward |
+| `SGLANG_DSPARK_CP_DUMP_DIR` | empty, a folder | debug only: write draft-KV rows and proposals of every request there |
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigError
+
+ENABLED = "SGLANG_DSPARK_CP"
+ALIGN = "SGLANG_DSPARK_CP_ALIGN"
+FAULT = "SGLANG_DSPARK_CP_FAULT"
+DUMP_DIR = "SGLANG_DSPARK_CP_DUMP_DIR"
+
+NAMES = (ENABLED, ALIGN, FAULT, DUMP_DIR)
+"""Every environment variable that this package reads."""
+
+
+class AlignLevel(enum.Enum):
+    """How much of the alignment proof runs (see `core.align`)."""
+
+    OFF = "off"
+    SHAPE = "shape"
+    ROWS = "rows"
+
+
+class FaultKind(enum.Enum):
+    """Ways to spoil draft rows on purpose. The first three are caught by level `rows` on one rank alone."""
+
+    DROP_ROW = "drop-row"
+    SWAP_ROWS = "swap-rows"
+    WRONG_LOC = "wrong-loc"
+    ZERO_ROWS = "zero-rows"
+    SWAP_REQUESTS = "swap-requests"
+    SKIP_RESTORE = "skip-restore"
+    SHIFT_POSITIONS = "shift-positions"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what, and on which attention-CP rank (None: on all)."""
+
+    kind: FaultKind
+    cp_rank: int | None
+
+    def hits(self, cp_rank: int) -> bool:
+        """Whether this fault is to be made on `cp_rank`."""
+        return self.cp_rank is None or self.cp_rank == cp_rank
+
+
+@dataclass(frozen=True)
+class Config:
+    """All switches of this package, read once per process."""
+
+    enabled: bool = True
+    align: AlignLevel = AlignLevel.ROWS
+    fault: Fault | None = None
+    dump_dir: Path | None = None
+
+
+def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    value = environ.get(name, "").strip() or allowed[0]
+    if value not in allowed:
+        raise ConfigError(
+            f"{name}={environ[name]!r} is not a value of {name}; allowed are {', '.join(allowed)}"
+            f" (unset means {allowed[0]})."
+        )
+    return value
+
+
+def _fault(environ: Mapping[str, str]) -> Fault | None:
+    value = environ.get(FAULT, "").strip()
+    if not value:
+        return None
+    kinds = {kind.value: kind for kind in FaultKind}
+    name, _, rank = value.partition("@")
+    if name not in kinds or (rank and not rank.isdigit()) or value.endswith("@"):
+        raise ConfigError(
+            f"{FAULT}={value!r} is not a fault; allowed are KIND or KIND@CP_RANK with KIND one of"
+            f" {', '.join(kinds)}. Unset it to serve."
+        )
+    return Fault(kinds[name], int(rank) if rank else None)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
+    """Read the configuration.
+
+    Raises:
+        ConfigError: a variable holds a value that is not allowed; the text names the allowed ones.
+    """
+    dump_dir = environ.get(DUMP_DIR, "").strip()
+    return Config(
+        enabled=_choice(environ, ENABLED, ("1", "0")) == "1",
+        align=AlignLevel(_choice(environ, ALIGN, ("rows", "shape", "off"))),
+        fault=_fault(environ),
+        dump_dir=Path(dump_dir) if dump_dir else None,
+    )

@@ -1,0 +1,86 @@
+"""Capture of the auxiliary hidden states on the shard, while the target layers run.
+
+A target layer of DeepSeek-V4 yields `hc_mult` residual streams; the draft wants their mean (DSpark's definition).
+The mean of each captured layer is written straight into its slot of the packed buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .pack import PackedRows, RowFormat
+
+Streams = Callable[[torch.nn.Module, Any], torch.Tensor]
+"""(layer, its output) -> finished residual streams [P, hc_mult, H] of that layer."""
+
+
+class AuxCapture:
+    """Context manager: forward hooks on the captured layers fill one `PackedRows`.
+
+    Args:
+        layers: the target's layers, indexed by global layer id.
+        layer_ids: the captured layers, in the order of the draft's input slots.
+        streams: how to get the finished streams from a layer's output.
+        expected_rows: P, rows that this rank must deliver.
+        addressed: whether packed rows carry an address.
+
+    After the forward, `packed` holds the rows (None if no captured layer ran), `captured` the number of rows that
+    each layer delivered, and `positions` the positions [rows] that the layers themselves were run with.
+
+    Cost: one mean kernel per captured layer, no concatenation, no host sync.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        layer_ids: Sequence[int],
+        streams: Streams,
+        *,
+        expected_rows: int,
+        addressed: bool,
+    ) -> None:
+        self._layers = layers
+        self._layer_ids = tuple(layer_ids)
+        self._streams = streams
+        self._expected_rows = expected_rows
+        self._addressed = addressed
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.packed: PackedRows | None = None
+        self.captured: dict[int, int] = {}
+        self.positions: torch.Tensor | None = None
+
+    def __enter__(self) -> AuxCapture:
+        for slot, layer_id in enumerate(self._layer_ids):
+            hook = self._hook(slot, layer_id)
+            self._handles.append(self._layers[layer_id].register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, slot: int, layer_id: int) -> Callable[..., None]:
+        def store(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+            streams = self._streams(layer, output)
+            if self.packed is None:
+                row_format = RowFormat(len(self._layer_ids), streams.shape[-1], streams.dtype, self._addressed)
+                self.packed = PackedRows(row_format, self._expected_rows, streams.device)
+            rows = min(streams.shape[0], self._expected_rows)
+            torch.mean(streams[:rows], dim=1, out=self.packed.slot(slot)[:rows])
+            self.captured[layer_id] = streams.shape[0]
+            self.positions = kwargs["positions"]
+
+        return store
+
+    def missing_rows(self) -> int:
+        """How many rows the worst captured layer failed to deliver (negative: it delivered too many)."""
+        counts = [self.captured.get(layer_id, 0) for layer_id in self._layer_ids]
+        worst = max(counts, key=lambda rows: abs(self._expected_rows - rows))
+        return self._expected_rows - worst

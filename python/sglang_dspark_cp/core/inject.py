@@ -1,0 +1,251 @@
+"""From arrived rows to a request whose draft KV may be sent: the bookkeeping of one prefill worker.
+
+One `BatchProof` accompanies a prefill batch from before its forward to the processing of its result; one `Ledger`
+per process knows which positions of which request were injected and proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import AlignmentError, TransferError
+from .align import DEVICE_WORDS, HostCounts, device_words, digest, explain, mismatches
+from .gather import ArrivedRows
+
+ToSwa = Callable[[torch.Tensor], torch.Tensor]
+"""Full cache locations [T] -> sliding-window pool slots [T]; a slot <= 0 means that there is none."""
+GatherWords = Callable[[torch.Tensor], list[list[int]]]
+"""[WORDS] int64 on the CPU -> the words of every CP rank, over the CPU group; same result on every rank."""
+
+MAX_OPEN_REQUESTS = 65536
+"""Requests that never reach a send (aborted while queued) leave an entry; the oldest go beyond this number."""
+
+NOT_WRITTEN = -1
+"""A cache location that SGLang's pool maps to slot -1, which its row writers skip."""
+
+
+class BatchProof:
+    """The proof of one prefill batch on this rank.
+
+    Args:
+        request_ids, prefix_lens, extend_lens: of the batch's requests, in batch order.
+        check_shape: levels `shape` and `rows`.
+        check_rows: level `rows`.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        prefix_lens: Sequence[int],
+        extend_lens: Sequence[int],
+        *,
+        check_shape: bool = True,
+        check_rows: bool = True,
+    ) -> None:
+        self.request_ids = tuple(request_ids)
+        self.spans = tuple((start, start + length) for start, length in zip(prefix_lens, extend_lens, strict=True))
+        self.tokens = sum(extend_lens)
+        self.check_shape = check_shape
+        self.check_rows = check_rows
+        self.used_cp = False
+        self._hidden: torch.Tensor | None = None
+        self._address: torch.Tensor | None = None
+        self._missing_rows = 0
+        self._counts = HostCounts(self.tokens, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._device_words: torch.Tensor | None = None
+
+    def note_local(self, hidden: torch.Tensor) -> None:
+        """Hidden rows [T, A * H] that this rank computed whole (a batch with fewer tokens than CP ranks)."""
+        self._hidden = hidden
+
+    def note_arrived(self, arrived: ArrivedRows, missing_rows: int) -> None:
+        """Rows that the gather brought, and how many rows this rank itself failed to capture."""
+        self.used_cp = True
+        self._hidden = arrived.hidden
+        self._address = arrived.address
+        self._missing_rows = missing_rows
+
+    def admit(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        *,
+        expected_width: int,
+        to_swa: ToSwa,
+    ) -> torch.Tensor | None:
+        """Check what is about to be injected; no host sync.
+
+        Args:
+            hidden: [rows, width]; positions, cache_loc: [rows], on one device.
+            expected_width: A * H as the draft's projection takes it.
+
+        Returns:
+            The locations to write to, [T], with `NOT_WRITTEN` for each row that failed its proof; None if nothing may
+            be written at all. Never raises: the verdict is settled by all ranks together, see `settle`.
+        """
+        ours = self._hidden
+        foreign = ours is None or hidden.data_ptr() != ours.data_ptr()
+        self._counts = HostCounts(
+            expected_rows=self.tokens,
+            hidden_rows=hidden.shape[0],
+            positions=positions.shape[0],
+            locations=cache_loc.shape[0],
+            width=hidden.shape[1],
+            expected_width=expected_width,
+            missing_rows=self._missing_rows,
+            foreign_hidden=int(foreign),
+            injected=1,
+        )
+        address, self._hidden, self._address = self._address, None, None
+        if not self.check_shape:
+            return cache_loc
+        if not self._counts.consistent():
+            return None
+        if not self.check_rows:
+            return cache_loc
+        unmapped = to_swa(cache_loc) <= 0
+        bad = mismatches(address, positions, cache_loc) if address is not None else None
+        self._device_words = _to_host(device_words(bad, unmapped, digest(positions, cache_loc)))
+        failed = unmapped if bad is None else unmapped | bad.any(dim=1)
+        return torch.where(failed, NOT_WRITTEN, cache_loc)
+
+    def drop_hidden(self) -> None:
+        """Let go of the raw hidden rows on every exit path."""
+        self._hidden = None
+        self._address = None
+
+    def words(self) -> torch.Tensor:
+        """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host."""
+        on_device = self._device_words
+        tail = [0, 0, -1, 0, 0] if on_device is None else on_device.tolist()
+        assert len(tail) == DEVICE_WORDS
+        return torch.tensor(self._counts.words() + tail, dtype=torch.int64)
+
+
+def _to_host(words: torch.Tensor) -> torch.Tensor:
+    """Start a copy to pinned host memory on the current stream; on a CPU the tensor itself."""
+    if words.device.type == "cpu":
+        return words
+    pinned = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+    return pinned.copy_(words, non_blocking=True)
+
+
+@dataclass
+class Counters:
+    """What this worker did, for reports and metrics."""
+
+    forwards: int = 0
+    cp_forwards: int = 0
+    aux_collectives: int = 0
+    gather_bytes: int = 0
+    rows_captured: int = 0
+    rows_gathered: int = 0
+    rows_injected: int = 0
+    alignment_failures: int = 0
+    requests_refused: int = 0
+
+
+@dataclass
+class _Progress:
+    """One request: positions [start, computed) were run through the target, [start, injected) were also proved."""
+
+    start: int
+    computed: int
+    injected: int
+
+
+@dataclass
+class Ledger:
+    """All requests of one prefill worker. Used by the scheduler thread only."""
+
+    cp_rank: int
+    current: BatchProof | None = None
+    counters: Counters = field(default_factory=Counters)
+    errors: list[str] = field(default_factory=list)
+    """Texts of every AlignmentError and TransferError of this worker, oldest first."""
+    _progress: dict[str, _Progress] = field(default_factory=dict)
+    _failed: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, proof: BatchProof) -> None:
+        """Open a batch, before its forward. A request that starts anew (not at its own end) is counted anew."""
+        self.current = proof
+        self.counters.forwards += 1
+        for request_id, (start, end) in zip(proof.request_ids, proof.spans, strict=True):
+            progress = self._progress.get(request_id)
+            if progress is None or progress.computed != start:
+                self._progress[request_id] = _Progress(start, end, start)
+            else:
+                progress.computed = end
+        while len(self._progress) > MAX_OPEN_REQUESTS:
+            self._progress.pop(next(iter(self._progress)))
+
+    def settle(self, proof: BatchProof, gather_words: GatherWords) -> AlignmentError | None:
+        """Reach one verdict about a batch together with all CP ranks.
+
+        Call on every rank, once per batch, in the same order. Cost: `gather_words`, at level `off` nothing.
+
+        Returns:
+            The error that holds for the whole batch, the same on every rank, or None. It is returned, not raised,
+            because the scheduler has to go on serving other requests: the caller fails this batch's requests with it.
+        """
+        reason = explain(gather_words(proof.words())) if proof.check_shape else None
+        if reason is None:
+            for request_id, (start, end) in zip(proof.request_ids, proof.spans, strict=True):
+                progress = self._progress.get(request_id)
+                if progress is not None and progress.injected == start:
+                    progress.injected = end
+            self.counters.rows_injected += proof.tokens
+            return None
+        error = AlignmentError(
+            f"draft KV of a prefill batch of {proof.tokens} tokens is not aligned (seen on attn_cp_rank"
+            f" {self.cp_rank}, request ids {', '.join(proof.request_ids)}): {reason}. Allowed is one hidden row per"
+            " token with the token's own position and cache location. The batch's requests are failed and nothing of"
+            " them is sent; this is a defect of the serving stack, please report it with this text."
+        )
+        self.counters.alignment_failures += 1
+        self.errors.append(f"AlignmentError: {error}")
+        for request_id in proof.request_ids:
+            self._failed.setdefault(request_id, f"AlignmentError: {error}")
+        return error
+
+    def failure(self, request_id: str) -> str | None:
+        """Why nothing more of this request may be sent, or None."""
+        return self._failed.get(request_id)
+
+    def require_complete(self, request_id: str, length: int, window: int) -> str | None:
+        """Check, before a request's last chunk is sent, that its final window was injected.
+
+        Args:
+            length: L, tokens of the prompt that prefill materialised.
+            window: W.
+
+        Returns:
+            None if each row in [max(0, L - W), L) that this request computed was injected and proved (rows of a
+            cached prefix were injected by the request that computed them), else the text of a TransferError.
+        """
+        failed = self.failure(request_id)
+        if failed is not None:
+            return failed
+        progress = self._progress.get(request_id)
+        if progress is not None and progress.injected == progress.computed == length:
+            return None
+        done = "none" if progress is None else f"[{progress.start}, {progress.injected})"
+        error = TransferError(
+            f"draft KV of request {request_id} is not complete on attn_cp_rank {self.cp_rank}: its final window is"
+            f" [{max(0, length - window)}, {length}), injected positions are {done}. The request is failed, others"
+            " go on."
+        )
+        self.counters.requests_refused += 1
+        text = f"TransferError: {error}"
+        self.errors.append(text)
+        self._failed[request_id] = text
+        return text
+
+    def forget(self, request_id: str) -> bool:
+        """Drop a finished request; True if it had failed here."""
+        self._progress.pop(request_id, None)
+        return self._failed.pop(request_id, None) is not None

@@ -1,0 +1,62 @@
+"""Faults that are made on purpose, to show that the proof catches them and what they cost. Test and debug only.
+
+Every fault moves or wipes whole packed rows, hidden state and address alike, as the defect that it stands for would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .config import Fault, FaultKind
+from .core.gather import ArrivedRows
+from .core.pack import PackedRows
+
+
+def _is(fault: Fault | None, kind: FaultKind, cp_rank: int) -> bool:
+    return fault is not None and fault.kind is kind and fault.hits(cp_rank)
+
+
+def spoil_streams(fault: Fault | None, cp_rank: int, streams: torch.Tensor) -> torch.Tensor:
+    """`drop-row`: the captured layer delivers one row fewer. streams: [P, hc_mult, H]."""
+    return streams[1:] if _is(fault, FaultKind.DROP_ROW, cp_rank) else streams
+
+
+def spoil_packed(fault: Fault | None, cp_rank: int, packed: PackedRows) -> None:
+    """`swap-rows`: this rank's rows move on by one. `zero-rows`: they are never written."""
+    if _is(fault, FaultKind.SWAP_ROWS, cp_rank):
+        packed.buffer.copy_(packed.buffer.roll(1, dims=0))
+    if _is(fault, FaultKind.ZERO_ROWS, cp_rank):
+        packed.buffer.zero_()
+
+
+def spoil_arrived(
+    fault: Fault | None, cp_rank: int, cp_size: int, extend_lens: Sequence[int], arrived: ArrivedRows
+) -> ArrivedRows:
+    """`skip-restore`: rows stay rank after rank. `swap-requests`: rows of the batch move on by its first request, or
+    by half the batch when it holds one request only."""
+    tokens = arrived.hidden.shape[0]
+    if _is(fault, FaultKind.SKIP_RESTORE, cp_rank):
+        order = torch.cat([torch.arange(rank, tokens, cp_size) for rank in range(cp_size)])
+    elif _is(fault, FaultKind.SWAP_REQUESTS, cp_rank):
+        order = torch.arange(tokens).roll(extend_lens[0] if len(extend_lens) > 1 else tokens // 2)
+    else:
+        return arrived
+    order = order.to(arrived.hidden.device)
+    address = None if arrived.address is None else arrived.address[order]
+    return ArrivedRows(arrived.hidden[order], address, arrived.wire_bytes)
+
+
+def spoil_locations(fault: Fault | None, cp_rank: int, cache_loc: torch.Tensor) -> torch.Tensor:
+    """`wrong-loc`: the last token is injected at its neighbour's location. cache_loc: [T]."""
+    if not _is(fault, FaultKind.WRONG_LOC, cp_rank) or cache_loc.shape[0] < 2:
+        return cache_loc
+    spoiled = cache_loc.clone()
+    spoiled[-1] = cache_loc[-2]
+    return spoiled
+
+
+def spoil_positions(fault: Fault | None, cp_rank: int, positions: torch.Tensor) -> torch.Tensor:
+    """`shift-positions`: every row is injected as if it stood one position later. positions: [T]."""
+    return positions + 1 if _is(fault, FaultKind.SHIFT_POSITIONS, cp_rank) else positions
