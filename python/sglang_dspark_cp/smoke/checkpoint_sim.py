@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +33,15 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
 
 def _fp8_groups(x: torch.Tensor) -> torch.Tensor:
     """Round activations [.., k] to e4m3 with one scale per 128 values, as dynamic quantisation does."""
-    groups = x.unflatten(-1, (-1, GROUP))
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448.0
-    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    rounded = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.reshape(x.shape)
 
 
 def store_row(row: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """What the KV pool gives back for rows [.., head_dim]: e4m3 per 64 no-position dims, bf16 for the rest."""
-    tiles = row[..., :nope_dim].unflatten(-1, (-1, 64))
+    tiles = row[..., :nope_dim].reshape(*row.shape[:-1], -1, 64)
     exponent = torch.ceil(torch.log2(tiles.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448.0))
     scale = torch.exp2(exponent)
     tiles = (tiles / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
@@ -73,19 +75,20 @@ class CheckpointSim:
         self.groups: int = self.config["o_groups"]
         self.eps: float = self.config["rms_norm_eps"]
         self.stages = len(self.info.target_layers)
-        self._file = safe_open(str(Path(path) / WEIGHTS_FILE), framework="pt")
-        self._names = set(self._file.keys())
+        self._file = cast(Any, safe_open(str(Path(path) / WEIGHTS_FILE), framework="pt"))
+        self._names: set[str] = set(self._file.keys())
         self._cache: dict[str, torch.Tensor] = {}
         self._check_silent_parts()
 
     def _check_silent_parts(self) -> None:
         for name in self._names:
-            if ".experts." in name and name.endswith("w2.weight"):
-                if self._file.get_tensor(name).float().any():
-                    raise ValueError(f"{name} is not zero: not an oracle checkpoint")
-        for i in range(self.config["num_hidden_layers"]):
-            speaks = bool(self.weight(f"layers.{i}.attn.wo_b").any())
-            if speaks and self.config["compress_ratios"][i]:
+            routed = ".experts." in name and name.endswith("w2.weight")
+            if routed and self._file.get_tensor(name).float().any():
+                raise ValueError(f"{name} is not zero: not an oracle checkpoint")
+        layers = range(self.config["num_hidden_layers"])
+        self._attending = {i for i in layers if self.weight(f"layers.{i}.attn.wo_b").any()}
+        for i in self._attending:
+            if self.config["compress_ratios"][i]:
                 raise ValueError(f"layer {i} has compressed attention with an output: cannot be simulated")
 
     # -- tensors and primitive steps ---------------------------------------------------------------------
@@ -122,7 +125,7 @@ class CheckpointSim:
         """Rotary angles [T, rope_dim / 2] of uncompressed layers; the target interpolates low frequencies."""
         dims = torch.arange(0, self.rope_dim, 2, dtype=torch.float32) / self.rope_dim
         theta = self.config["rope_theta"]
-        freqs = theta**-dims
+        freqs = torch.pow(torch.tensor(theta, dtype=torch.float32), -dims)
         if yarn:
             scaling = self.config["rope_scaling"]
 
@@ -174,15 +177,21 @@ class CheckpointSim:
 
     # -- sublayers ---------------------------------------------------------------------------------------
 
+    def _distinct_heads(self, prefix: str) -> torch.Tensor:
+        """wq_b as [n, head_dim, q_lora], where n is 1 if all heads have the same weights."""
+        key = f"{prefix}.wq_b:heads"
+        if key not in self._cache:
+            heads = self.weight(f"{prefix}.wq_b").view(self.heads, self.head_dim, -1)
+            same = torch.equal(heads, heads[:1].expand_as(heads))
+            self._cache[key] = heads[:1].clone() if same else heads
+        return self._cache[key]
+
     def queries(self, prefix: str, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Queries [T, n, head_dim]; n is 1 when all heads have the same weights, which saves time."""
         latent = _bf16(self.norm(f"{prefix}.q_norm", self.linear(f"{prefix}.wq_a", x)))
         if f"{prefix}.wq_b.scale" in self._names:
             latent = _fp8_groups(latent)
-        per_head = self.weight(f"{prefix}.wq_b").view(self.heads, self.head_dim, -1)
-        if torch.equal(per_head, per_head[:1].expand_as(per_head)):
-            per_head = per_head[:1]
-        q = self.norm(None, _bf16(torch.einsum("tk,ndk->tnd", latent, per_head)))
+        q = self.norm(None, _bf16(torch.einsum("tk,ndk->tnd", latent, self._distinct_heads(prefix))))
         return _bf16(torch.cat([q[..., : self.nope_dim], self.rotate(q[..., self.nope_dim :], angles)], -1))
 
     def key_rows(self, prefix: str, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -209,9 +218,7 @@ class CheckpointSim:
         latent = _bf16(torch.einsum("tgd,grd->tgr", grouped, wo_a)).flatten(1)
         if f"{prefix}.wo_b.scale" in self._names:
             latent = _fp8_groups(latent)
-        shares = zip(
-            latent.chunk(self.tp, 1), self.weight(f"{prefix}.wo_b").chunk(self.tp, 1), strict=True
-        )
+        shares = zip(latent.chunk(self.tp, 1), self.weight(f"{prefix}.wo_b").chunk(self.tp, 1), strict=True)
         return _bf16(sum((_bf16(part @ weight.T) for part, weight in shares), torch.zeros(1)))
 
     def feed_forward(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +243,7 @@ class CheckpointSim:
         aux = []
         for i in range(self.config["num_hidden_layers"]):
             prefix = f"layers.{i}"
-            if self.weight(f"{prefix}.attn.wo_b").any():
+            if i in self._attending:
                 h, post, comb = self.collapse(prefix, "attn", x)
                 x = self.spread(self._window_attention(prefix, h, angles), x, post, comb)
             h, post, comb = self.collapse(prefix, "ffn", x)
@@ -362,6 +369,10 @@ def _shifted_positions(offset: int) -> Control:
     return rows
 
 
+def _tokens_moved(sim: CheckpointSim, prompt: Prompt, other: Prompt) -> Rows:
+    return sim.context_rows(prompt.aux.roll(1, dims=0), torch.arange(prompt.length))
+
+
 def _layer_order(order: Sequence[int]) -> Control:
     def rows(sim: CheckpointSim, prompt: Prompt, other: Prompt) -> Rows:
         return sim.context_rows(prompt.aux[:, list(order)], torch.arange(prompt.length))
@@ -383,7 +394,7 @@ CONTROLS: dict[str, Control] = {
     "cp8 order": _order_not_restored(8),
     "positions +1": _shifted_positions(1),
     "positions -1": _shifted_positions(-1),
-    "rows moved by one": lambda sim, prompt, other: _right(sim, prompt, other).roll(1, dims=1),
+    "tokens moved by one": _tokens_moved,
     "layers swapped": _layer_order((1, 0, 2)),
     "layers reversed": _layer_order((2, 1, 0)),
     "one layer zero": _one_layer_zero,
@@ -395,9 +406,7 @@ CONTROLS: dict[str, Control] = {
 """Ways to make the prompt's rows: ``right``, and faults that must bring the accept length down to about 1."""
 
 
-def measure(
-    sim: CheckpointSim, lengths: Sequence[int], new_tokens: int = 64, seed: int = 0
-) -> dict[str, float]:
+def measure(sim: CheckpointSim, lengths: Sequence[int], new_tokens: int = 64, seed: int = 0) -> dict[str, float]:
     """Accept length of each entry of :data:`CONTROLS`, the mean over one random prompt per length."""
     totals = dict.fromkeys(CONTROLS, 0.0)
     for length in lengths:

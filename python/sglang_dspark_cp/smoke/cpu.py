@@ -1,0 +1,400 @@
+"""The CPU run: CP prefill ranks, a real Mooncake engine on loopback TCP, DP decode ranks, and an independent oracle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import config
+from ..errors import DsparkCpError
+from . import native
+from .arguments import prefill_arguments, write_model_folder
+from .processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
+from .workload import Prompt, WorkloadError, build, read_questions
+
+CP_SIZES = (2, 4, 8)
+START_TIMEOUT = 180.0
+ROPE_TOLERANCE = 1e-2
+NOPE_TOLERANCE = 3e-2
+"""Relative error (norm over a row's part) above which a row counts as wrong. The rotated part is bf16; the rest is
+e4m3, where bf16 rounding in another order moves single codes by one step (measured: below 1e-2). Another token's row
+is off by about 1.4, the right row at the next position by about 0.2 in the rotated part."""
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """Decode's rows of one request against the oracle's."""
+
+    compared: int
+    mismatched: int
+    byte_equal: int
+    max_rel_err: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the CPU run."""
+    group = parser.add_argument_group("CPU run")
+    group.add_argument("--prefill-cp", type=int, default=8, metavar="N", help="prefill ranks: 2, 4 or 8 (default 8)")
+    group.add_argument("--decode-dp", type=int, default=8, metavar="M", help="decode ranks, 1 to 8 (default 8)")
+    group.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with a `prompt` or `question` per line")
+    group.add_argument("--chunk", type=int, default=512, metavar="N", help="chunked prefill size in tokens")
+    group.add_argument("--no-overlap", action="store_true", help="process each batch's result before the next batch")
+    group.add_argument("--no-radix", action="store_true", help="without the radix cache")
+    group.add_argument("--no-fused", action="store_true", help="without the fused mHC path")
+    group.add_argument("--all-cp-ranks", action="store_true", help="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1")
+    group.add_argument("--timeout", type=float, default=120.0, metavar="S", help="bound on the requests' part, seconds")
+
+
+def usage_error(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options, or None."""
+    if args.prefill_cp not in CP_SIZES:
+        return f"--prefill-cp {args.prefill_cp}: allowed are {', '.join(map(str, CP_SIZES))} (attention CP == TP <= 8)"
+    if not 1 <= args.decode_dp <= 8:
+        return f"--decode-dp {args.decode_dp}: allowed are 1 to 8"
+    if not 1 <= args.chunk <= 4096:
+        return f"--chunk {args.chunk}: allowed are 1 to 4096 tokens"
+    if len(args.inject_fault) > 1:
+        return "--inject-fault: the CPU run takes one fault at a time"
+    for fault in args.inject_fault:
+        try:
+            config.from_environment({config.FAULT: fault})
+        except config.ConfigError as error:
+            return f"--inject-fault {fault}: {error}"
+    return None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run and report; 0 ok, 1 failed, 2 usage."""
+    console = Console(stderr=True, highlight=False)
+    if (text := usage_error(args)) is not None:
+        console.print(f"[red]{text}[/red]")
+        return 2
+    try:
+        prompts = build(read_questions(args.prompts), args.prefill_cp, args.chunk)
+    except WorkloadError as error:
+        console.print(f"[red]{error}[/red]")
+        return 2
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dspark-cp-") as scratch:
+        folder = args.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            report = _Run(args, prompts, folder, console).result()
+        except (DsparkCpError, KeyboardInterrupt) as error:
+            report = _base_report(args, prompts) | {"ok": False, "reasons": [f"{type(error).__name__}: {error}"]}
+    report["seconds"] = round(time.monotonic() - started, 2)
+    if args.keep:
+        (args.keep / "report.json").write_text(json.dumps(report, indent=1))
+    _print(report, console)
+    if args.json:
+        print(json.dumps(report))
+    return 0 if report["ok"] else 1
+
+
+def _base_report(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
+    from importlib import metadata
+
+    mooncake = next(
+        (
+            f"{dist.metadata['Name']} {dist.version}"
+            for dist in metadata.distributions()
+            if dist.metadata["Name"].startswith("mooncake-transfer-engine")
+        ),
+        "not installed",
+    )
+    return {
+        "ok": False,
+        "reasons": [],
+        "sglang": metadata.version("sglang"),
+        "torch": metadata.version("torch"),
+        "mooncake": mooncake,
+        "device": "cpu",
+        "stock": bool(args.stock),
+        "prefill_cp": args.prefill_cp,
+        "decode_dp": args.decode_dp,
+        "chunk": args.chunk,
+        "fault": args.inject_fault[0] if args.inject_fault else None,
+        "requests": len(prompts),
+        "tokens": sum(len(prompt.tokens) for prompt in prompts),
+    }
+
+
+class _Run:
+    def __init__(self, args: argparse.Namespace, prompts: list[Prompt], folder: Path, console: Console) -> None:
+        self.args, self.prompts, self.folder, self.console = args, prompts, folder, console
+        self.ports = dict(zip(("bootstrap", "prefill", "decode"), free_ports(3), strict=True))
+
+    def result(self) -> dict[str, Any]:
+        """Everything that the run measured."""
+        self.stand_in = native.prepare(self.folder)
+        model = write_model_folder(self.folder / "model")
+        arguments = prefill_arguments(model, self.args.prefill_cp, self.args.chunk, self.ports["bootstrap"])
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with RankPool() as pool, Progress(*columns, TimeElapsedColumn(), console=self.console) as progress:
+            task = progress.add_task("resolving launch arguments", total=None)
+            resolver = pool.spawn([self._config("resolve", 0, "arguments:Resolver", {})])
+            pool.collect(resolver, START_TIMEOUT)
+            if self.args.stock:
+                return self._stock(pool, resolver[0], model, arguments)
+            server_args = self._resolve(pool, resolver[0], arguments)
+            progress.update(task, description="starting ranks")
+            prefill, decode = self._start(pool, server_args)
+            total = len(self.prompts) * (1 + self.args.prefill_cp)
+            progress.update(task, description="prefill -> Mooncake -> decode", total=total)
+            for rank in prefill:
+                rank.start("run", self.prompts, self.args.timeout)
+            for number, rank in enumerate(decode):
+                mine = [prompt for prompt in self.prompts if prompt.room % len(decode) == number]
+                rank.start("serve", mine, self.args.timeout)
+            answers = pool.collect([*prefill, *decode], self.args.timeout + 30, lambda event: progress.advance(task, 1))
+            for rank in decode:
+                rank.start("summary")
+            resources = pool.collect(decode, 30)
+            progress.update(task, description="comparing with the oracle", total=None)
+            return self._judge(answers[: len(prefill)], answers[len(prefill) :], resources)
+
+    # ---------------------------------------------------------------------------------------------------- pieces
+
+    def _config(self, role: str, rank: int, factory: str, options: dict[str, Any]) -> RankConfig:
+        environment = {
+            "SGLANG_HOST_IP": "127.0.0.1",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MC_FORCE_TCP": "1",
+            "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+            "GLOG_minloglevel": "2",
+            "MC_LOG_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SGLANG_NCCL_SO_PATH": "/nonexistent",
+            "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": "4",
+            "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1" if self.args.all_cp_ranks else "0",
+            config.ENABLED: "0" if self.args.stock else "1",
+        }
+        if self.args.inject_fault and role == "prefill":
+            fault = self.args.inject_fault[0]
+            environment[config.FAULT] = fault if "@" in fault else f"{fault}@{self.args.prefill_cp - 1}"
+        if not self.args.stock:
+            environment |= {name: os.environ[name] for name in (config.ALIGN,) if name in os.environ}
+        return RankConfig(
+            role,
+            rank,
+            f"{__package__}.{factory}",
+            environment,
+            str(self.folder / f"{role}-{rank}.log"),
+            {"stand_in": self.stand_in, "bootstrap_port": self.ports["bootstrap"], **options},
+        )
+
+    def _resolve(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> Any:
+        resolver.start("resolve", arguments)
+        server_args = pool.collect([resolver], 60)[0]
+        if isinstance(server_args, str):
+            raise RankFailed(f"SGLang refused the launch arguments: {server_args}")
+        return server_args
+
+    def _start(self, pool: RankPool, server_args: Any) -> tuple[list[RankProcess], list[RankProcess]]:
+        pool.collect(pool.spawn([self._config("bootstrap", 0, "decode:BootstrapRank", {})]), START_TIMEOUT)
+        args = self.args
+        prefill_options = {
+            "server_args": server_args,
+            "cp_size": args.prefill_cp,
+            "chunk": args.chunk,
+            "overlap": not args.no_overlap,
+            "radix": not args.no_radix,
+            "fused": not args.no_fused,
+            "stock": args.stock,
+            "dist_port": self.ports["prefill"],
+        }
+        decode_options = {"dp_size": args.decode_dp, "dist_port": self.ports["decode"]}
+        prefill = pool.spawn(
+            self._config("prefill", rank, "prefill:PrefillRank", prefill_options) for rank in range(args.prefill_cp)
+        )
+        decode = pool.spawn(
+            self._config("decode", rank, "decode:DecodeRank", decode_options) for rank in range(args.decode_dp)
+        )
+        pool.collect([*prefill, *decode], START_TIMEOUT)
+        return prefill, decode
+
+    def _stock(self, pool: RankPool, resolver: RankProcess, model: Path, arguments: list[str]) -> dict[str, Any]:
+        """What stock SGLang says to the same deployment, step by step (the plugin is switched off)."""
+        from .stock import refusals
+
+        found = refusals(lambda line: self._answer(pool, resolver, line), arguments, pool, self._config)
+        report = _base_report(self.args, self.prompts)
+        report["stock_refusals"] = [asdict(refusal) for refusal in found]
+        report["reasons"] = [] if found else ["stock SGLang refused nothing: the feature is there"]
+        report["ok"] = bool(found) and all(refusal.error for refusal in found)
+        return report
+
+    def _answer(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> Any:
+        resolver.start("resolve", arguments)
+        return pool.collect([resolver], 60)[0]
+
+    # ---------------------------------------------------------------------------------------------------- verdict
+
+    def _judge(self, prefill: list[Any], decode: list[Any], resources: list[dict[str, Any]]) -> dict[str, Any]:
+        from .ranks import prefill_tag
+
+        received = {item.room: item for part in decode for item in part}
+        first = prefill[0]
+        checks = self._check_rows(received)
+        reasons: list[str] = []
+        for rank in prefill:
+            reasons += [f"attn_cp_rank {rank.cp_rank}: {error}" for error in rank.errors[:1]]
+        counters = first.counters
+        state_senders = [r.cp_rank for r in prefill if any(name.startswith("swa") for name in r.writes)]
+        rows = []
+        for prompt, seen in zip(self.prompts, first.requests, strict=True):
+            got, check = received[prompt.room], checks.get(prompt.room)
+            if not got.ok:
+                reasons.append(f"room {prompt.room} ({prompt.name}): {got.failure}; prefill: {seen.failure or 'ok'}")
+            elif got.first_token != prompt.tokens[-1] + 1:
+                reasons.append(f"room {prompt.room}: first token {got.first_token}, expected {prompt.tokens[-1] + 1}")
+            rows.append(
+                {
+                    "room": prompt.room,
+                    "name": prompt.name,
+                    "tokens": seen.tokens,
+                    "cached": seen.cached,
+                    "chunks": seen.chunks,
+                    "captured": seen.rows_computed,
+                    "injected": seen.rows_injected,
+                    "decode_rank": got.decode_rank,
+                    "compared": check.compared if check else 0,
+                    "mismatched": check.mismatched if check else 0,
+                    "byte_equal": check.byte_equal if check else 0,
+                    "failure": seen.failure,
+                }
+            )
+        mismatched = sum(check.mismatched for check in checks.values())
+        if mismatched:
+            reasons.append(f"{mismatched} draft-KV rows differ from the oracle")
+        if counters["aux_collectives"] != counters["cp_forwards"]:
+            reasons.append(f"{counters['aux_collectives']} aux collectives in {counters['cp_forwards']} CP forwards")
+        if state_senders != [0]:
+            reasons.append(f"state was sent by CP ranks {state_senders}, expected only rank 0")
+        failures = sum(rank.write_failures for rank in prefill)
+        if failures:
+            reasons.append(f"{failures} Mooncake writes failed")
+        kv_tags = sorted({tag for item in received.values() for tag in item.kv_tags})
+        state_tags = sorted({tag for item in received.values() if item.ok for tag in item.state_tags})
+        if any(item.ok for item in received.values()) and state_tags != [prefill_tag(0)]:
+            reasons.append(f"target state carries the tags {state_tags}, expected only that of rank 0")
+        allowed = {prefill_tag(rank) for rank in (range(self.args.prefill_cp) if self.args.all_cp_ranks else [0])}
+        if not set(kv_tags) <= allowed:
+            reasons.append(f"target KV pages carry the tags {kv_tags}, expected {sorted(allowed)}")
+        if len({tuple(rank.counters.items()) for rank in prefill}) != 1:
+            reasons.append("the prefill ranks counted different things")
+        peak = sum(rank.peak_rss_bytes for rank in prefill) + sum(item["peak_rss_bytes"] for item in resources)
+        return _base_report(self.args, self.prompts) | {
+            "ok": not reasons,
+            "reasons": reasons,
+            "forwards": counters["forwards"],
+            "cp_forwards": counters["cp_forwards"],
+            "aux_collectives": counters["aux_collectives"],
+            "cp_group_collectives": len(first.model_collectives),
+            "gather_bytes": counters["gather_bytes"],
+            "rows_captured": counters["rows_captured"],
+            "rows_gathered": counters["rows_gathered"],
+            "rows_injected": counters["rows_injected"],
+            "rows_compared": sum(check.compared for check in checks.values()),
+            "rows_mismatched": mismatched,
+            "rows_byte_equal": sum(check.byte_equal for check in checks.values()),
+            "max_rel_err": max((check.max_rel_err for check in checks.values()), default=0.0),
+            "alignment_failures": counters["alignment_failures"],
+            "alignment_errors_by_rank": [len(rank.errors) for rank in prefill],
+            "state_senders": state_senders,
+            "kv_senders": [r.cp_rank for r in prefill if "kv" in r.writes],
+            "transfer_bytes": sum(sum(rank.writes.values()) for rank in prefill),
+            "peak_rss_bytes_sum": peak,
+            "hooks": self._hooks(prefill),
+            "per_request": rows,
+        }
+
+    @staticmethod
+    def _hooks(prefill: list[Any]) -> list[dict[str, Any]]:
+        fired: dict[str, dict[str, Any]] = {}
+        for rank in prefill:
+            for hook in rank.hooks:
+                fired.setdefault(hook["id"], {**hook, "fired": 0})["fired"] += hook["fired"]
+        return list(fired.values())
+
+    def _check_rows(self, received: dict[int, Any]) -> dict[int, RowCheck]:
+        import torch
+
+        from . import oracle
+        from .weights import draft_checkpoint, target_weights
+
+        torch.set_num_threads(max(1, os.cpu_count() or 1))
+        target, draft = target_weights(), draft_checkpoint()
+        checks = {}
+        for prompt in self.prompts:
+            got = received[prompt.room]
+            if got.ok:
+                wanted = oracle.draft_rows(prompt.tokens, range(got.start, len(prompt.tokens)), target, draft)
+                checks[prompt.room] = compare(got, wanted)
+        return checks
+
+
+def compare(got: Any, wanted: Any) -> RowCheck:
+    """Rows that arrived at decode against the oracle's; every stage's row counts."""
+    import torch
+
+    from ..core.reference import RowParts, dequantise
+
+    compared = mismatched = byte_equal = 0
+    worst = 0.0
+    for stage in range(wanted.nope.shape[0]):
+        rope = torch.from_numpy(got.rope[stage]).to(torch.bfloat16)
+        ours = RowParts(torch.from_numpy(got.nope[stage]), rope, torch.from_numpy(got.scale[stage]))
+        theirs = RowParts(wanted.nope[stage], wanted.rope[stage], wanted.scale[stage])
+        a, b = dequantise(ours), dequantise(theirs)
+        nope = (a[:, :448] - b[:, :448]).norm(dim=1) / b[:, :448].norm(dim=1)
+        turned = (a[:, 448:] - b[:, 448:]).norm(dim=1) / b[:, 448:].norm(dim=1)
+        # nan compares false with everything, so ask for what is right, not for what is wrong
+        right = (nope <= NOPE_TOLERANCE) & (turned <= ROPE_TOLERANCE)
+        same = (
+            ours.nope.eq(theirs.nope).all(dim=1)
+            & ours.rope.eq(theirs.rope).all(dim=1)
+            & ours.scale.eq(theirs.scale).all(dim=1)
+        )
+        compared += int(right.numel())
+        mismatched += int((~right).sum())
+        byte_equal += int(same.sum())
+        worst = max(worst, float(torch.maximum(nope, turned).nan_to_num(nan=float("inf")).max()))
+    return RowCheck(compared, mismatched, byte_equal, worst)
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    if report.get("per_request"):
+        table = Table(title=f"CP{report['prefill_cp']} prefill -> Mooncake -> DP{report['decode_dp']} decode")
+        names = ("room", "name", "tokens", "cached", "chunks", "captured", "injected", "decode_rank", "compared")
+        for name in (*names, "mismatched", "byte_equal"):
+            table.add_column(name.replace("_", " "), justify="left" if name == "name" else "right")
+        for row in report["per_request"]:
+            table.add_row(*(str(row[name]) for name in (*names, "mismatched", "byte_equal")))
+        console.print(table)
+        console.print(
+            f"forwards {report['forwards']}, with CP {report['cp_forwards']}, aux collectives"
+            f" {report['aux_collectives']} | gathered {report['gather_bytes']:,} B per rank | sent"
+            f" {report['transfer_bytes']:,} B | rows compared {report['rows_compared']}, mismatched"
+            f" {report['rows_mismatched']}, byte-equal {report['rows_byte_equal']}, worst relative error"
+            f" {report['max_rel_err']:.1e}"
+        )
+    for refusal in report.get("stock_refusals", []):
+        console.print(f"{refusal['step']}. {refusal['what']}\n   -> {refusal['error'] or 'no error'}", markup=False)
+    for reason in report["reasons"]:
+        console.print(reason, style="red", markup=False)
+    verdict = "ok" if report["ok"] else "FAILED"
+    console.print(f"{verdict} in {report.get('seconds', 0)} s (SGLang {report['sglang']}, {report['mooncake']})")
+    sys.stderr.flush()

@@ -1,0 +1,243 @@
+"""One decode rank: SGLang's Mooncake manager and receiver, its pools, and what arrived in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core import reference
+from . import geometry as g
+from . import native
+from .processes import RankConfig
+from .ranks import EMPTY, Memory, join_groups, make_pool, peak_rss_bytes, without_gpu
+from .workload import Prompt
+
+REQUEST_SLOTS = 64
+
+
+class BootstrapRank:
+    """SGLang's own bootstrap server."""
+
+    def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+        from sglang.srt.runtime_context import get_context
+
+        native.load(config.options["stand_in"])
+        get_context().override_server_args(device="cpu", host="127.0.0.1", page_size=g.PAGE).install()
+        port = config.options["bootstrap_port"]
+        self.server = MooncakeKVBootstrapServer("127.0.0.1", port)
+        _wait_for_port(port)
+
+
+def _wait_for_port(port: int, timeout: float = 20.0) -> None:
+    import socket
+
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"the bootstrap server did not listen on port {port} within {timeout:.0f} s")
+
+
+@dataclass
+class Received:
+    """What one decode rank got for one request.
+
+    Attributes:
+        ok: whether the transfer ended as Success.
+        failure: SGLang's text if not.
+        first_token: first output token as the metadata carried it.
+        start: first position of the rows below.
+        nope, rope, scale: per stage, rows of positions [start, L): see `core.reference.RowParts`.
+        kv_tags, state_tags: bytes found in target KV pages and in target state pages.
+    """
+
+    room: int
+    decode_rank: int
+    ok: bool
+    failure: str = ""
+    first_token: int = -1
+    start: int = 0
+    nope: Any = None
+    rope: Any = None
+    scale: Any = None
+    kv_tags: tuple[int, ...] = ()
+    state_tags: tuple[int, ...] = ()
+
+
+class DecodeRank:
+    """The `decode` rank."""
+
+    def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
+        self.config = config
+        self.report = report
+        options = config.options
+        native.load(options["stand_in"])
+        without_gpu()
+        self._publish(options)
+        from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers, is_mla_backend
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import init_mooncake_transfer_engine
+
+        self.target_pool = make_pool(g.TARGET_RATIOS, REQUEST_SLOTS)
+        self.draft_pool = make_pool((0,) * g.STAGES, REQUEST_SLOTS)
+        mapping = torch.arange(g.POOL_PAGES * g.PAGE)
+        self.target_pool.register_mapping(mapping)
+        self.draft_pool.register_mapping(mapping)
+        self.metadata = MetadataBuffers(REQUEST_SLOTS, 32, torch.float32)
+        self.kv_args = self._kv_args()
+        self.memory = Memory(self.kv_args)
+        self.memory.fill(EMPTY)
+        init_mooncake_transfer_engine(hostname="127.0.0.1", gpu_id=0, ib_device=None)
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+        self.manager = MooncakeKVManager(
+            self.kv_args, DisaggregationMode.DECODE, self.server_args, is_mla_backend(self.target_pool)
+        )
+        self.address = f"127.0.0.1:{options['bootstrap_port']}"
+
+    def _publish(self, options: dict[str, Any]) -> None:
+        from sglang.srt.runtime_context import get_context
+
+        dp_size = options["dp_size"]
+        self.server_args = (
+            get_context()
+            .override_server_args(
+                device="cpu",
+                host="127.0.0.1",
+                page_size=g.PAGE,
+                tp_size=dp_size,
+                dp_size=dp_size,
+                enable_dp_attention=dp_size > 1,
+                disaggregation_mode="decode",
+                disaggregation_transfer_backend="mooncake",
+                disaggregation_bootstrap_port=options["bootstrap_port"],
+                speculative_algorithm="DSPARK",
+                load_balance_method="follow_bootstrap_room",
+            )
+            .install()
+        )
+        join_groups(dp_size, self.config.rank, options["dist_port"], dp_size=dp_size, cp_size=1)
+
+    def _kv_args(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVArgs
+        from sglang.srt.disaggregation.utils import setup_state_kv_args
+
+        args = KVArgs()
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = 0, 0, self.config.rank, 0
+        args.kv_cache_dtype_str, args.page_size, args.ib_device = "fp8_e4m3", g.PAGE, None
+        args.prefill_start_layer, args.prefill_end_layer = 0, self.target_pool.end_layer
+        args.mla_compression_ratios = None
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.target_pool.get_contiguous_buf_infos()
+        args.kv_layer_ids = []
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
+        setup_state_kv_args(args, self.target_pool, self.draft_pool, len(g.TARGET_RATIOS))
+        return args
+
+    def serve(self, prompts: list[Prompt], timeout: float) -> list[Received]:
+        """Ask for the prompts' KV and wait until each has arrived or failed."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+        deadline = time.monotonic() + timeout
+        while not self.manager.try_ensure_parallel_info(self.address):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the prefill ranks did not register at the bootstrap server")
+            time.sleep(0.05)
+        next_page, open_requests = 1, {}
+        for slot, prompt in enumerate(prompts):
+            receiver = MooncakeKVReceiver(self.manager, self.address, prompt.room)
+            receiver.init(0)
+            pages = list(range(next_page, next_page + -(-len(prompt.tokens) // g.PAGE)))
+            next_page += len(pages)
+            window_page = max(0, len(prompt.tokens) - g.WINDOW) // g.PAGE
+            state_pages = pages[window_page:]
+            components = [
+                self._compressed_state(slot + 1, len(prompt.tokens)) if kind.value == "c128_state" else state_pages
+                for kind in self.kv_args.state_types
+            ]
+            receiver.send_metadata(_int32(pages), slot, [_int32(component) for component in components])
+            open_requests[prompt.room] = (prompt, receiver, slot, pages, state_pages, window_page)
+        received: list[Received] = []
+        while open_requests:
+            for room, (prompt, receiver, slot, pages, state_pages, window_page) in list(open_requests.items()):
+                poll = receiver.poll()
+                if poll == KVPoll.Success:
+                    received.append(self._read(prompt, slot, pages, state_pages, window_page))
+                elif poll == KVPoll.Failed:
+                    received.append(Received(room, self.config.rank, ok=False, failure=_failure(receiver)))
+                else:
+                    continue
+                del open_requests[room]
+                self.report(("received", room))
+            if time.monotonic() > deadline:
+                rooms = ", ".join(str(room) for room in open_requests)
+                raise TimeoutError(f"no answer from prefill for rooms {rooms} within {timeout:.0f} s")
+            time.sleep(0.002)
+        return received
+
+    def _compressed_state(self, request_slot: int, length: int) -> Any:
+        """Rows of the 128:1 compressor's state that belong to a request, as SGLang's decode computes them."""
+        from sglang.srt.disaggregation.utils import get_dsv4_c128_state_indices, is_dsv4_c128_online_enabled
+
+        online = is_dsv4_c128_online_enabled()
+        ring = 1 if online else self.target_pool.get_ring_size(128)
+        return get_dsv4_c128_state_indices(request_slot, length, online=online, ring_size=ring)
+
+    def _read(self, prompt: Prompt, slot: int, pages: list[int], state_pages: list[int], window_page: int) -> Received:
+        length = len(prompt.tokens)
+        start = max(0, length - g.WINDOW)
+        positions = torch.arange(start, length)
+        slots = torch.tensor(state_pages)[positions // g.PAGE - window_page] * g.PAGE + positions % g.PAGE
+        buffers = self.draft_pool.swa_kv_pool.kv_buffer
+        parts = [reference.read_rows(buffers[stage], g.PAGE, slots) for stage in range(g.STAGES)]
+        kv_tags = {
+            int(tag)
+            for buffer in range(len(self.kv_args.kv_data_ptrs))
+            for page in pages
+            for tag in self.memory.page("kv", buffer, page).unique()
+        }
+        target_state = self.memory.components()[1][0]
+        state_tags = {
+            int(tag)
+            for buffer in range(len(self.kv_args.state_data_ptrs[0]))
+            for page in state_pages
+            for tag in self.memory.page(target_state, buffer, page).unique()
+        }
+        return Received(
+            room=prompt.room,
+            decode_rank=self.config.rank,
+            ok=True,
+            first_token=int(self.metadata.output_ids[slot, 0]),
+            start=start,
+            nope=torch.stack([part.nope for part in parts]).numpy(),
+            rope=torch.stack([part.rope for part in parts]).float().numpy(),
+            scale=torch.stack([part.scale for part in parts]).numpy(),
+            kv_tags=tuple(sorted(kv_tags)),
+            state_tags=tuple(sorted(state_tags)),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Resources of this rank."""
+        return {"peak_rss_bytes": peak_rss_bytes()}
+
+
+def _int32(values: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(values, dtype=np.int32)
+
+
+def _failure(receiver: Any) -> str:
+    from sglang.srt.disaggregation.common.conn import KVTransferError
+
+    try:
+        receiver.failure_exception()
+    except KVTransferError as error:
+        return str(error)
+    return "failed without a reason"
