@@ -552,8 +552,8 @@ class _OracleBuilder(_RandomBuilder):
         for group, (chunk, digit) in enumerate(plan):
             members = [other for other, (_, target) in enumerate(plan) if target == digit]
             doublings = min(members.index(group) + 1, len(members) - 1)
-            even = len(members) & (len(members) - 1) == 0
-            share = 1.0 / len(members) if even else 2.0**-doublings
+            power_of_two = len(members) & (len(members) - 1) == 0
+            share = 1.0 / len(members) if power_of_two else 2.0**-doublings
             wo_a[group, :, :, chunk * GROUP : (chunk + 1) * GROUP] = torch.eye(GROUP)[:, None] / heads
             wo_b[copy(digit), group] = torch.eye(GROUP) * share
         self.put_linear(f"{prefix}.wo_a", wo_a.view(g.o_groups * g.o_lora, -1))
