@@ -4,14 +4,15 @@
 |---|---|---|
 | `SGLANG_DSPARK_CP` | `1`, `0` | `0` leaves SGLang untouched: no hook at all is registered |
 | `SGLANG_DSPARK_CP_ALIGN` | `rows`, `shape`, `off` | how much of the alignment proof runs |
-| `SGLANG_DSPARK_CP_FAULT` | empty, `KIND` or `KIND@RANK` | test only: spoil the draft rows of every CP prefill forward |
-| `SGLANG_DSPARK_CP_DUMP_DIR` | empty, a folder | debug only: write draft-KV rows and proposals of every request there |
+| `SGLANG_DSPARK_CP_FAULT` | empty, `KIND[@RANK][#N]` | test only: spoil draft rows (of the first N CP forwards) |
+| `SGLANG_DSPARK_CP_DUMP_DIR` | empty, a folder | debug only: write draft-KV rows and proposals there |
 """
 
 from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,11 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what, and on which attention-CP rank (None: on all)."""
+    """One fault: what, on which attention-CP rank (None: on all), in how many first CP forwards (None: in all)."""
 
     kind: FaultKind
-    cp_rank: int | None
+    cp_rank: int | None = None
+    forwards: int | None = None
 
     def hits(self, cp_rank: int) -> bool:
         """Whether this fault is to be made on `cp_rank`."""
@@ -79,18 +81,22 @@ def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
     return value
 
 
+_FAULT_FORM = re.compile(r"(?P<kind>[a-z-]+)(@(?P<rank>\d+))?(#(?P<forwards>[1-9]\d*))?")
+
+
 def _fault(environ: Mapping[str, str]) -> Fault | None:
     value = environ.get(FAULT, "").strip()
     if not value:
         return None
     kinds = {kind.value: kind for kind in FaultKind}
-    name, _, rank = value.partition("@")
-    if name not in kinds or (rank and not rank.isdigit()) or value.endswith("@"):
+    form = _FAULT_FORM.fullmatch(value)
+    if form is None or form["kind"] not in kinds:
         raise ConfigError(
-            f"{FAULT}={value!r} is not a fault; allowed are KIND or KIND@CP_RANK with KIND one of"
-            f" {', '.join(kinds)}. Unset it to serve."
+            f"{FAULT}={value!r} is not a fault; allowed is KIND, KIND@CP_RANK, KIND#FIRST_FORWARDS or both, with KIND"
+            f" one of {', '.join(kinds)}. Unset it to serve."
         )
-    return Fault(kinds[name], int(rank) if rank else None)
+    rank, forwards = form["rank"], form["forwards"]
+    return Fault(kinds[form["kind"]], int(rank) if rank else None, int(forwards) if forwards else None)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Config:

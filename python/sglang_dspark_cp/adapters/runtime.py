@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import AlignLevel, Config
+from ..config import AlignLevel, Config, Fault
 from ..core.inject import BatchProof, Ledger
 
 
@@ -30,6 +30,15 @@ class Runtime:
         if self.ledger is None:
             self.ledger = Ledger(cp_rank)
         return self.ledger
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault to make in the present forward, or None."""
+        fault = self.config.fault
+        if fault is None or self.ledger is None:
+            return None
+        over = fault.forwards is not None and self.ledger.counters.cp_forwards > fault.forwards
+        return None if over else fault
 
     @property
     def proof(self) -> BatchProof | None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import FaultKind
 from ..core.capture import AuxCapture
 from ..core.gather import gather_rows
 from ..core.inject import BatchProof
@@ -111,7 +110,7 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
             runtime().config.align.value,
         )
         if (fault := runtime().config.fault) is not None:
-            logger.warning("sglang-dspark-cp: fault %s is being injected on purpose", fault.kind.value)
+            logger.warning("sglang-dspark-cp: draft rows are spoilt on purpose: %s", fault)
     return original(algorithm, server_args)
 
 
@@ -148,6 +147,11 @@ def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_pu
         check_rows=state.addressed,
     )
     ledger.begin(proof)
+    if ledger.tainted_pages:  # only after a refusal; costs a host sync then
+        for req, (start, _) in zip(batch.reqs, proof.spans, strict=True):
+            ledger.refuse_tainted(
+                req.rid, _pages(worker.model_runner.req_to_token_pool, worker.page_size, req, 0, start)
+            )
     try:
         result = original(worker, batch, on_publish)
     finally:
@@ -191,7 +195,8 @@ def _forward_on_shard(
 
     state = runtime()
     ledger = state.require_ledger(_cp_rank())
-    fault, cp_rank, cp_size = state.config.fault, ledger.cp_rank, model.cp_size
+    ledger.counters.cp_forwards += 1
+    fault, cp_rank, cp_size = state.fault, ledger.cp_rank, model.cp_size
 
     def streams(layer: Any, output: Any) -> torch.Tensor:
         hidden, residual, post, comb = output
@@ -222,7 +227,6 @@ def _forward_on_shard(
     arrived = spoil_arrived(fault, cp_rank, cp_size, [end - start for start, end in proof.spans], arrived)
     proof.note_arrived(arrived, missing)
     counters = ledger.counters
-    counters.cp_forwards += 1
     counters.aux_collectives += 1
     counters.gather_bytes += arrived.wire_bytes
     counters.rows_captured += rows
@@ -240,10 +244,9 @@ def inject_target_hidden(
         return original(injector, target_hidden=target_hidden, cache_loc=cache_loc, positions=positions, **rest)
     draft = injector.draft_model
     pool = injector.draft_model_runner.token_to_kv_pool
-    fault, cp_rank = state.config.fault, _cp_rank()
-    if proof.used_cp or (fault is not None and fault.kind is FaultKind.WRONG_LOC):
-        cache_loc = spoil_locations(fault, cp_rank, cache_loc)
-        positions = spoil_positions(fault, cp_rank, positions)
+    if proof.used_cp:
+        cache_loc = spoil_locations(state.fault, _cp_rank(), cache_loc)
+        positions = spoil_positions(state.fault, _cp_rank(), positions)
     locations = proof.admit(
         target_hidden,
         positions.to(target_hidden.device, non_blocking=True),
@@ -268,8 +271,8 @@ def process_batch_result(original: Callable[..., None], scheduler: Any, batch: A
         error = runtime().require_ledger(_cp_rank()).settle(proof, lambda words: _gather_words(words, group))
         if error is not None:
             logger.error("AlignmentError: %s", error)
-            for req in batch.reqs:
-                _fail(req, f"AlignmentError: {error}")
+            for req, (start, end) in zip(batch.reqs, proof.spans, strict=True):
+                _refuse(scheduler, req, start, end, f"AlignmentError: {error}")
     return original(scheduler, batch, result)
 
 
@@ -283,20 +286,36 @@ def send_kv_chunk(
         length = min(req.extend_range.end, len(req.origin_input_ids))
         failed = ledger.require_complete(req.rid, length, scheduler.sliding_window_size)
     if failed is not None:
-        _fail(req, failed)
+        _refuse(scheduler, req, 0, req.extend_range.end, failed)
         return None
     return original(scheduler, req, last_chunk=last_chunk, end_idx=end_idx)
 
 
 def process_inflight_queue(original: Callable[..., list[Any]], scheduler: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Forget finished requests; after a refused one drop every cached prefix, some of it may hold its bad rows."""
+    """Forget finished requests; once the last refused one is gone, empty the prefix cache of what it left there."""
     done = original(scheduler, *args, **kwargs)
     ledger = runtime().require_ledger(_cp_rank())
-    refused = [req.rid for req in done if ledger.forget(req.rid)]
-    if refused:
+    if ledger.forget([req.rid for req in done]):
         _drop_cached_prefixes(scheduler.tree_cache)
-        logger.warning("sglang-dspark-cp: prefix cache emptied after refused request(s) %s", ", ".join(refused))
+        ledger.tainted_pages.clear()
+        logger.warning("sglang-dspark-cp: the prefix cache was emptied after refused requests")
     return done
+
+
+def _refuse(scheduler: Any, req: Any, start: int, end: int, text: str) -> None:
+    """Fail a request, and keep its rows at positions [start, end) from being used again."""
+    ledger = runtime().require_ledger(_cp_rank())
+    pool, page_size = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator.page_size
+    ledger.tainted_pages |= _pages(pool, page_size, req, start, end)
+    # A request between two chunks goes on to its last one: the cache hands it the prefix of its next chunk.
+    req.skip_radix_cache_insert = req.inflight_middle_chunks <= 0
+    _fail(req, text)
+
+
+def _pages(req_to_token_pool: Any, page_size: int, req: Any, start: int, end: int) -> set[int]:
+    """KV pages of a request's positions [start, end); a host sync, used after a refusal only."""
+    loc = req_to_token_pool.req_to_token[req.req_pool_idx, start:end]
+    return set((loc // page_size).unique().tolist())
 
 
 def _fail(req: Any, text: str) -> None:
@@ -306,7 +325,6 @@ def _fail(req: Any, text: str) -> None:
     """
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    req.skip_radix_cache_insert = True
     sender = req.disagg_kv_sender
     manager, room = sender.kv_mgr, sender.bootstrap_room
     if manager.request_status.get(room) in (None, KVPoll.Failed):
@@ -398,7 +416,7 @@ WORKER_HOOKS = (
         tier=Tier.WORKER,
         relies_on=ReliesOn.BODY,
         process="prefill scheduler, once",
-        why="the Markov shard compares the LM head's shards (8) with attention TP (1) and refuses; prefill never drafts",
+        why="the Markov shard wants as many LM head shards as attention TP ranks (8 vs 1); prefill never drafts",
         upstream="none, because later releases attach the modules for nothing on prefill",
         remove_when="SGLang does not attach them on PD prefill",
     ),

@@ -167,6 +167,8 @@ class Ledger:
     counters: Counters = field(default_factory=Counters)
     errors: list[str] = field(default_factory=list)
     """Texts of every AlignmentError and TransferError of this worker, oldest first."""
+    tainted_pages: set[int] = field(default_factory=set)
+    """KV pages of refused requests that a prefix cache may still hand out; empty in normal service."""
     _progress: dict[str, _Progress] = field(default_factory=dict)
     _failed: dict[str, str] = field(default_factory=dict)
 
@@ -245,7 +247,24 @@ class Ledger:
         self._failed[request_id] = text
         return text
 
-    def forget(self, request_id: str) -> bool:
-        """Drop a finished request; True if it had failed here."""
-        self._progress.pop(request_id, None)
-        return self._failed.pop(request_id, None) is not None
+    def refuse_tainted(self, request_id: str, prefix_pages: set[int]) -> None:
+        """Fail a request whose cached prefix lies on pages of a refused one."""
+        if prefix_pages & self.tainted_pages and request_id not in self._failed:
+            error = AlignmentError(
+                f"request {request_id} continues a cached prefix whose draft KV was refused (attn_cp_rank"
+                f" {self.cp_rank}); send it again"
+            )
+            self.errors.append(f"AlignmentError: {error}")
+            self._failed[request_id] = f"AlignmentError: {error}"
+
+    def forget(self, request_ids: Sequence[str]) -> bool:
+        """Drop finished requests.
+
+        Returns:
+            True if the last refused request is among them: no request holds tainted pages any more, so the caller
+            has to empty the prefix cache and clear `tainted_pages`.
+        """
+        refused = [request_id for request_id in request_ids if self._failed.pop(request_id, None) is not None]
+        for request_id in request_ids:
+            self._progress.pop(request_id, None)
+        return bool(refused) and not self._failed

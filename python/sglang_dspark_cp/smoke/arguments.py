@@ -87,3 +87,33 @@ class Resolver:
             return prepare_server_args(arguments)
         except (Exception, SystemExit) as error:
             return f"{type(error).__name__}: {error}"
+
+    def resolve_past_dspark_check(self, arguments: list[str]) -> Any:
+        """The same with one check of stock bypassed: DSPARK under the DP attention that CP resolution sets."""
+        import sglang.srt.arg_groups.speculative_hook as speculative_hook
+
+        checked = speculative_hook._handle_dspark
+
+        def bypassed(server_args: Any) -> None:
+            held, server_args.enable_dp_attention = server_args.enable_dp_attention, False
+            checked(server_args)
+            server_args.enable_dp_attention = held
+
+        speculative_hook._handle_dspark = bypassed
+        try:
+            return self.resolve(arguments)
+        finally:
+            speculative_hook._handle_dspark = checked
+
+    def hooks(self) -> list[dict[str, Any]]:
+        """Hooks of this process and how often they fired."""
+        return fired_hooks()
+
+
+def fired_hooks() -> list[dict[str, Any]]:
+    """Installed hooks of this process: id, target, how often each fired."""
+    from ..hooks import install
+
+    return [
+        {"id": hook.id, "target": hook.target, "fired": install.fired[hook.id]} for hook in install.installed.values()
+    ]

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def _base_report(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
 class _Run:
     def __init__(self, args: argparse.Namespace, prompts: list[Prompt], folder: Path, console: Console) -> None:
         self.args, self.prompts, self.folder, self.console = args, prompts, folder, console
-        self.ports = dict(zip(("bootstrap", "prefill", "decode"), free_ports(3), strict=True))
+        self.ports = {"bootstrap": free_ports(1)[0]}
 
     def result(self) -> dict[str, Any]:
         """Everything that the run measured."""
@@ -146,7 +147,7 @@ class _Run:
             resolver = pool.spawn([self._config("resolve", 0, "arguments:Resolver", {})])
             pool.collect(resolver, START_TIMEOUT)
             if self.args.stock:
-                return self._stock(pool, resolver[0], model, arguments)
+                return self._stock(pool, resolver[0], arguments)
             server_args = self._resolve(pool, resolver[0], arguments)
             progress.update(task, description="starting ranks")
             prefill, decode = self._start(pool, server_args)
@@ -158,15 +159,19 @@ class _Run:
                 mine = [prompt for prompt in self.prompts if prompt.room % len(decode) == number]
                 rank.start("serve", mine, self.args.timeout)
             answers = pool.collect([*prefill, *decode], self.args.timeout + 30, lambda event: progress.advance(task, 1))
-            for rank in decode:
-                rank.start("summary")
-            resources = pool.collect(decode, 30)
+            memory = sum(proportional_memory(rank.process.pid) for rank in pool.ranks)
+            resolver[0].start("hooks")
+            resolving_hooks = pool.collect(resolver, 30)[0]
             progress.update(task, description="comparing with the oracle", total=None)
-            return self._judge(answers[: len(prefill)], answers[len(prefill) :], resources)
+            return self._judge(answers[: len(prefill)], answers[len(prefill) :], resolving_hooks) | {
+                "memory_bytes": memory
+            }
 
     # ---------------------------------------------------------------------------------------------------- pieces
 
-    def _config(self, role: str, rank: int, factory: str, options: dict[str, Any]) -> RankConfig:
+    def _config(
+        self, role: str, rank: int, factory: str, options: dict[str, Any], extra: dict[str, str] | None = None
+    ) -> RankConfig:
         environment = {
             "SGLANG_HOST_IP": "127.0.0.1",
             "MOONCAKE_PROTOCOL": "tcp",
@@ -180,10 +185,12 @@ class _Run:
             "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": "4",
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1" if self.args.all_cp_ranks else "0",
             config.ENABLED: "0" if self.args.stock else "1",
+            **(extra or {}),
         }
         if self.args.inject_fault and role == "prefill":
             fault = self.args.inject_fault[0]
-            environment[config.FAULT] = fault if "@" in fault else f"{fault}@{self.args.prefill_cp - 1}"
+            kind, mark, rest = fault.partition("#")
+            environment[config.FAULT] = (kind if "@" in kind else f"{kind}@{self.args.prefill_cp - 1}") + mark + rest
         if not self.args.stock:
             environment |= {name: os.environ[name] for name in (config.ALIGN,) if name in os.environ}
         return RankConfig(
@@ -202,8 +209,12 @@ class _Run:
             raise RankFailed(f"SGLang refused the launch arguments: {server_args}")
         return server_args
 
-    def _start(self, pool: RankPool, server_args: Any) -> tuple[list[RankProcess], list[RankProcess]]:
-        pool.collect(pool.spawn([self._config("bootstrap", 0, "decode:BootstrapRank", {})]), START_TIMEOUT)
+    def _start(
+        self, pool: RankPool, server_args: Any, extra: dict[str, str] | None = None
+    ) -> tuple[list[RankProcess], list[RankProcess]]:
+        self.ports |= dict(zip(("prefill", "decode"), free_ports(2), strict=True))
+        if not any(rank.config.role == "bootstrap" for rank in pool.ranks):
+            pool.collect(pool.spawn([self._config("bootstrap", 0, "decode:BootstrapRank", {})]), START_TIMEOUT)
         args = self.args
         prefill_options = {
             "server_args": server_args,
@@ -217,7 +228,8 @@ class _Run:
         }
         decode_options = {"dp_size": args.decode_dp, "dist_port": self.ports["decode"]}
         prefill = pool.spawn(
-            self._config("prefill", rank, "prefill:PrefillRank", prefill_options) for rank in range(args.prefill_cp)
+            self._config("prefill", rank, "prefill:PrefillRank", prefill_options, extra)
+            for rank in range(args.prefill_cp)
         )
         decode = pool.spawn(
             self._config("decode", rank, "decode:DecodeRank", decode_options) for rank in range(args.decode_dp)
@@ -225,24 +237,46 @@ class _Run:
         pool.collect([*prefill, *decode], START_TIMEOUT)
         return prefill, decode
 
-    def _stock(self, pool: RankPool, resolver: RankProcess, model: Path, arguments: list[str]) -> dict[str, Any]:
+    def _stock(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> dict[str, Any]:
         """What stock SGLang says to the same deployment, step by step (the plugin is switched off)."""
-        from .stock import refusals
+        from .stock import Attempts, refusals
 
-        found = refusals(lambda line: self._answer(pool, resolver, line), arguments, pool, self._config)
-        report = _base_report(self.args, self.prompts)
-        report["stock_refusals"] = [asdict(refusal) for refusal in found]
-        report["reasons"] = [] if found else ["stock SGLang refused nothing: the feature is there"]
-        report["ok"] = bool(found) and all(refusal.error for refusal in found)
-        return report
+        def ask(method: str) -> Callable[[list[str]], Any]:
+            def answer(line: list[str]) -> Any:
+                resolver.start(method, line)
+                return pool.collect([resolver], 60)[0]
 
-    def _answer(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> Any:
-        resolver.start("resolve", arguments)
-        return pool.collect([resolver], 60)[0]
+            return answer
+
+        def boot(server_args: Any, environment: dict[str, str]) -> str:
+            try:
+                self._start(pool, server_args, environment)
+            except RankFailed as error:
+                return str(error)
+            return ""
+
+        def serve(server_args: Any, environment: dict[str, str]) -> str:
+            try:
+                prefill, decode = self._start(pool, server_args, environment)
+                prompt = max(self.prompts, key=lambda prompt: len(prompt.tokens))
+                for rank in prefill:
+                    rank.start("run", [prompt], self.args.timeout)
+                decode[prompt.room % len(decode)].start("serve", [prompt], self.args.timeout)
+                return next((r.stock_error for r in pool.collect(prefill, self.args.timeout) if r.stock_error), "")
+            except RankFailed as error:
+                return str(error)
+
+        found = refusals(Attempts(ask("resolve"), ask("resolve_past_dspark_check"), boot, serve), arguments)
+        accepted = [refusal.what for refusal in found if not refusal.error]
+        return _base_report(self.args, self.prompts) | {
+            "stock_refusals": [asdict(refusal) for refusal in found],
+            "reasons": [f"stock SGLang accepted: {what}" for what in accepted],
+            "ok": not accepted,
+        }
 
     # ---------------------------------------------------------------------------------------------------- verdict
 
-    def _judge(self, prefill: list[Any], decode: list[Any], resources: list[dict[str, Any]]) -> dict[str, Any]:
+    def _judge(self, prefill: list[Any], decode: list[Any], resolving_hooks: list[dict[str, Any]]) -> dict[str, Any]:
         from .ranks import prefill_tag
 
         received = {item.room: item for part in decode for item in part}
@@ -286,6 +320,9 @@ class _Run:
         failures = sum(rank.write_failures for rank in prefill)
         if failures:
             reasons.append(f"{failures} Mooncake writes failed")
+        leaked = [rank.leaked_pages for rank in prefill]
+        if any(leaked):
+            reasons.append(f"KV pages that no request holds any more, by CP rank: {leaked}")
         kv_tags = sorted({tag for item in received.values() for tag in item.kv_tags})
         state_tags = sorted({tag for item in received.values() if item.ok for tag in item.state_tags})
         if any(item.ok for item in received.values()) and state_tags != [prefill_tag(0)]:
@@ -295,7 +332,6 @@ class _Run:
             reasons.append(f"target KV pages carry the tags {kv_tags}, expected {sorted(allowed)}")
         if len({tuple(rank.counters.items()) for rank in prefill}) != 1:
             reasons.append("the prefill ranks counted different things")
-        peak = sum(rank.peak_rss_bytes for rank in prefill) + sum(item["peak_rss_bytes"] for item in resources)
         return _base_report(self.args, self.prompts) | {
             "ok": not reasons,
             "reasons": reasons,
@@ -313,19 +349,19 @@ class _Run:
             "max_rel_err": max((check.max_rel_err for check in checks.values()), default=0.0),
             "alignment_failures": counters["alignment_failures"],
             "alignment_errors_by_rank": [len(rank.errors) for rank in prefill],
+            "leaked_pages": max(leaked),
             "state_senders": state_senders,
             "kv_senders": [r.cp_rank for r in prefill if "kv" in r.writes],
             "transfer_bytes": sum(sum(rank.writes.values()) for rank in prefill),
-            "peak_rss_bytes_sum": peak,
-            "hooks": self._hooks(prefill),
+            "hooks": self._hooks([resolving_hooks, *(rank.hooks for rank in prefill)]),
             "per_request": rows,
         }
 
     @staticmethod
-    def _hooks(prefill: list[Any]) -> list[dict[str, Any]]:
+    def _hooks(by_process: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         fired: dict[str, dict[str, Any]] = {}
-        for rank in prefill:
-            for hook in rank.hooks:
+        for hooks in by_process:
+            for hook in hooks:
                 fired.setdefault(hook["id"], {**hook, "fired": 0})["fired"] += hook["fired"]
         return list(fired.values())
 
@@ -344,6 +380,15 @@ class _Run:
                 wanted = oracle.draft_rows(prompt.tokens, range(got.start, len(prompt.tokens)), target, draft)
                 checks[prompt.room] = compare(got, wanted)
         return checks
+
+
+def proportional_memory(pid: int | None) -> int:
+    """Bytes of a process' memory with shared pages divided among those who share them (Linux PSS)."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 def compare(got: Any, wanted: Any) -> RowCheck:

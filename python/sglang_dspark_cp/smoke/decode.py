@@ -13,7 +13,7 @@ from ..core import reference
 from . import geometry as g
 from . import native
 from .processes import RankConfig
-from .ranks import EMPTY, Memory, join_groups, make_pool, peak_rss_bytes, without_gpu
+from .ranks import EMPTY, Memory, join_groups, make_pool, without_gpu
 from .workload import Prompt
 
 REQUEST_SLOTS = 64
@@ -221,10 +221,6 @@ class DecodeRank:
             kv_tags=tuple(sorted(kv_tags)),
             state_tags=tuple(sorted(state_tags)),
         )
-
-    def summary(self) -> dict[str, Any]:
-        """Resources of this rank."""
-        return {"peak_rss_bytes": peak_rss_bytes()}
 
 
 def _int32(values: Any) -> Any:

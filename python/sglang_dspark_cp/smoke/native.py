@@ -25,7 +25,7 @@ SYSTEM_LIBRARIES = {
 }
 """Library -> Debian / Ubuntu package."""
 
-_DRIVER_CALLS = [
+_DRIVER_CALLS = (
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxSetCurrent",
@@ -52,7 +52,7 @@ _DRIVER_CALLS = [
     "cuMemUnmap",
     "cuPointerGetAttribute",
     "cuPointerSetAttribute",
-]
+)
 
 
 class MissingNativeLibrary(DsparkCpError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from ..core import reference
 from . import geometry as g
 from . import native
+from .arguments import fired_hooks
 from .processes import RankConfig
-from .ranks import Memory, allocate_on_cpu, join_groups, make_pool, peak_rss_bytes, prefill_tag, without_gpu
+from .ranks import Memory, allocate_on_cpu, join_groups, make_pool, prefill_tag, without_gpu
 from .target import SmallTargetWorker, build_model
 from .weights import draft_checkpoint
 from .workload import Prompt
@@ -50,9 +51,8 @@ class PrefillReport:
     writes: dict[str, int]
     write_failures: int
     model_collectives: list[int]
-    peak_rss_bytes: int
+    leaked_pages: int
     stock_error: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class PrefillRank:
@@ -117,6 +117,7 @@ class PrefillRank:
         # Without the constructor: it loads both models on a GPU. The methods under test are SGLang's.
         worker = worker_class.__new__(worker_class)
         worker._target_worker, worker.device, worker.model_runner = target, "cpu", target.model_runner
+        worker.page_size = g.PAGE
         worker._kv_injector = TargetHiddenKvInjector(
             draft_model=self.draft,
             draft_model_runner=draft_runner,
@@ -159,6 +160,7 @@ class PrefillRank:
         )  # fmt: skip
         self.draft_pool.register_mapping(allocator.full_to_swa_index_mapping)
         requests = ReqToTokenPool(REQUEST_SLOTS, g.CONTEXT, "cpu", enable_memory_saver=False)
+        self.target.model_runner.req_to_token_pool = requests
         cache = UnifiedRadixCache(
             CacheInitParams(
                 disable=not radix,
@@ -368,29 +370,29 @@ class PrefillRank:
                 report.rows_injected = report.rows_computed
             self.report(("prefilled", report.room))
 
+    def _leaked_pages(self) -> int:
+        """KV pages that are neither free nor in the prefix cache although no request is left."""
+        allocator, cache = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
+        held = 0 if cache.disable else cache.full_evictable_size()
+        return int(allocator.size - allocator.full_available_size() - held) // g.PAGE
+
     def _report(self, stock_error: str) -> PrefillReport:
         from ..adapters import runtime as state
-        from ..adapters.runtime import Runtime
-        from ..hooks import install
 
-        active: Runtime | None = state._runtime
-        ledger = active.ledger if active is not None else None
+        ledger = state._runtime.ledger if state._runtime is not None else None
         writes: dict[str, int] = {}
         for write in self.memory.writes:
             writes[write.component] = writes.get(write.component, 0) + write.nbytes
         return PrefillReport(
             cp_rank=self.config.rank,
             counters=asdict(ledger.counters) if ledger else {},
-            hooks=[
-                {"id": hook.id, "target": hook.target, "fired": install.fired[hook.id]}
-                for hook in install.installed.values()
-            ],
+            hooks=fired_hooks(),
             errors=list(ledger.errors) if ledger else [],
             requests=list(self.reports.values()),
             writes=writes,
             write_failures=sum(write.status != 0 for write in self.memory.writes),
             model_collectives=self.model_collectives,
-            peak_rss_bytes=peak_rss_bytes(),
+            leaked_pages=self._leaked_pages(),
             stock_error=stock_error,
         )
 

@@ -111,8 +111,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process now."""
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join(10)
         self.pipe.close()
 

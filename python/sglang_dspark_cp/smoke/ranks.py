@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,8 +166,3 @@ class Memory:
             if any(pointer <= address < pointer + length for pointer, length in zip(pointers, lengths, strict=True)):
                 return name
         return "aux"
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
