@@ -6,6 +6,7 @@ Runs in a process of its own: what is replaced below stands in for the missing h
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,16 +80,16 @@ class Resolver:
         pretend_gpus()
         load_plugins()
 
-    def resolve(self, arguments: list[str]) -> Any:
-        """`ServerArgs` for a command line, or the text of the error that SGLang stops with."""
+    def resolve(self, arguments: list[str]) -> bytes | str:
+        """A pickled `ServerArgs` for a command line, or the text of the error that SGLang stops with."""
         from sglang.srt.server_args import prepare_server_args
 
         try:
-            return prepare_server_args(arguments)
+            return pickle.dumps(prepare_server_args(arguments))
         except (Exception, SystemExit) as error:
             return f"{type(error).__name__}: {error}"
 
-    def resolve_past_dspark_check(self, arguments: list[str]) -> Any:
+    def resolve_past_dspark_check(self, arguments: list[str]) -> bytes | str:
         """The same with one check of stock bypassed: DSPARK under the DP attention that CP resolution sets."""
         import sglang.srt.arg_groups.speculative_hook as speculative_hook
 

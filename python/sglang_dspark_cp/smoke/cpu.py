@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode-dp", type=int, default=8, metavar="M", help="decode ranks, 1 to 8 (default 8)")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with a `prompt` or `question` per line")
     group.add_argument("--chunk", type=int, default=512, metavar="N", help="chunked prefill size in tokens")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="leave out prompts of more than N tokens")
     group.add_argument("--no-overlap", action="store_true", help="process each batch's result before the next batch")
     group.add_argument("--no-radix", action="store_true", help="without the radix cache")
     group.add_argument("--no-fused", action="store_true", help="without the fused mHC path")
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[red]{text}[/red]")
         return 2
     try:
-        prompts = build(read_questions(args.prompts), args.prefill_cp, args.chunk)
+        prompts = build(read_questions(args.prompts), args.prefill_cp, args.chunk, args.max_tokens)
     except WorkloadError as error:
         console.print(f"[red]{error}[/red]")
         return 2

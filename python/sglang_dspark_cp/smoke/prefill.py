@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from array import array
 from collections.abc import Callable
@@ -62,11 +63,11 @@ class PrefillRank:
         self.config, self.report = config, report
         options = config.options
         self.cp_size, self.chunk, self.overlap = options["cp_size"], options["chunk"], options["overlap"]
-        self.server_args = options["server_args"]
         native.load(options["stand_in"])
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        self.server_args = pickle.loads(options["server_args"])
         without_gpu()
         allocate_on_cpu()
         self._publish(options["dist_port"])

@@ -72,13 +72,15 @@ def read_questions(path: Path | None) -> list[str]:
     return questions
 
 
-def build(questions: Sequence[str], cp_size: int, chunk: int) -> list[Prompt]:
-    """All requests of a run, in order of arrival."""
+def build(questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | None = None) -> list[Prompt]:
+    """All requests of a run, in order of arrival; longer ones than `max_tokens` are left out."""
     rng = random.Random(7)
     longest = geometry.POSITIONS - 1
     prompts: list[Prompt] = []
 
     def add(name: str, tokens: list[int], wave: int) -> None:
+        if max_tokens is not None and len(tokens) > max_tokens:
+            return
         if len(tokens) > longest:
             raise WorkloadError(f"prompt {name} has {len(tokens)} tokens, the small model holds {longest}")
         prompts.append(Prompt(name, tokens, FIRST_ROOM + len(prompts), wave))
@@ -101,4 +103,6 @@ def build(questions: Sequence[str], cp_size: int, chunk: int) -> list[Prompt]:
     add("the same prefix, other end", [*base, *noise(300)], 5)
     # Alone in its batch and shorter than the CP group: no collective may take place.
     add("alone, one token", noise(1), 6)
+    if not prompts:
+        raise WorkloadError(f"no prompt has {max_tokens} tokens or fewer; give a larger --max-tokens")
     return prompts

@@ -1,0 +1,155 @@
+"""The main job: real process groups, real Mooncake on loopback, SGLang's own scheduler methods, float64 oracle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sglang_dspark_cp.cli.main import build_parser
+from sglang_dspark_cp.smoke import native
+
+pytestmark = pytest.mark.timeout(240)
+
+RANK_0_TAG = 0x10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mooncake_loads() -> None:
+    """Fail with the command to install what is missing, instead of in every rank."""
+    native.prepare()
+
+
+def smoke(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON report and standard error of one run. The fork server stays between runs."""
+    args = build_parser().parse_args(["smoke", "--json", *arguments])
+    status = args.run(args)
+    out, err = capsys.readouterr()
+    return status, json.loads(out), err
+
+
+def assert_right(status: int, report: dict[str, Any], err: str) -> None:
+    assert status == 0, err
+    assert report["ok"] is True
+    assert report["rows_mismatched"] == 0
+    assert report["rows_compared"] > 0
+    assert report["state_senders"] == [0]
+    assert report["aux_collectives"] == report["cp_forwards"]
+    assert report["alignment_failures"] == 0
+    assert report["leaked_pages"] == 0
+
+
+@pytest.mark.parametrize("cp_size", [2, 8])
+@pytest.mark.parametrize("all_ranks", [False, True], ids=["rank0-sends", "all-cp-ranks-send"])
+def test_cp_prefill_to_dp8_decode(capsys: pytest.CaptureFixture[str], cp_size: int, all_ranks: bool) -> None:
+    flags = ["--all-cp-ranks"] if all_ranks else []
+    status, report, err = smoke(capsys, "--prefill-cp", str(cp_size), "--decode-dp", "8", *flags)
+    assert_right(status, report, err)
+    assert report["requests"] >= 16
+    # Pages are dealt out to the ranks in order; the longest prompt has five.
+    assert report["kv_senders"] == (list(range(min(cp_size, 5))) if all_ranks else [0])
+    # Stock's own gather of the pre-head state is the only other device collective of the CP group.
+    assert report["cp_group_collectives"] == 2 * report["cp_forwards"]
+    fired = {hook["id"]: hook["fired"] for hook in report["hooks"]}
+    assert set(fired) == {
+        *("validate-cp", "admit", "create-worker"),
+        *("no-decode-init", "proof", "capture-gather", "align-inject", "settle", "send-complete", "finish"),
+    }
+    assert all(count > 0 for count in fired.values()), fired
+    assert fired["proof"] == cp_size * report["forwards"]
+    by_name = {row["name"]: row for row in report["per_request"]}
+    assert by_name["the same prefix, one token more"]["cached"] == 512
+    assert by_name["the same prefix, one token more"]["captured"] == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--prefill-cp", "4", "--no-overlap"],
+        ["--prefill-cp", "4", "--no-radix", "--no-fused"],
+        ["--prefill-cp", "2", "--chunk", "255"],
+        ["--prefill-cp", "2", "--chunk", "257"],
+        ["--prefill-cp", "8", "--chunk", "127", "--max-tokens", "600"],
+        ["--prefill-cp", "8", "--chunk", "128", "--max-tokens", "300"],
+        ["--prefill-cp", "8", "--chunk", "129", "--max-tokens", "300"],
+        ["--prefill-cp", "2", "--chunk", "1", "--max-tokens", "24"],
+    ],
+    ids=" ".join,
+)
+def test_other_schedules(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    assert_right(*smoke(capsys, "--decode-dp", "2", *flags))
+
+
+@pytest.mark.parametrize("fault", ["drop-row", "swap-rows", "wrong-loc", "zero-rows", "skip-restore"])
+def test_a_fault_on_one_rank_fails_on_all_ranks(capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    status, report, err = smoke(
+        capsys, "--prefill-cp", "4", "--decode-dp", "2", "--max-tokens", "300", "--inject-fault", fault
+    )
+    assert status == 1
+    assert report["ok"] is False
+    assert min(report["alignment_errors_by_rank"]) > 0, err
+    assert len(set(report["alignment_errors_by_rank"])) == 1
+    texts = [reason for reason in report["reasons"] if reason.startswith("attn_cp_rank")]
+    assert len(texts) == 4
+    assert all("AlignmentError" in text and "request ids room-1" in text for text in texts)
+    assert report["rows_mismatched"] == 0, "a row that failed its proof was sent"
+    assert report["leaked_pages"] == 0
+
+
+def test_requests_after_a_fault_are_served(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report, err = smoke(capsys, "--prefill-cp", "2", "--decode-dp", "2", "--inject-fault", "swap-rows@1#1")
+    assert status == 1, err
+    failed = [row for row in report["per_request"] if row["failure"]]
+    # The first batch holds the questions whose bootstrap was done first; which ones is a matter of timing.
+    assert 0 < len(failed) < 8
+    assert all(f"room-{row['room']}" in row["failure"] and "AlignmentError" in row["failure"] for row in failed)
+    assert report["alignment_failures"] == 1
+    assert report["rows_mismatched"] == 0
+    assert report["leaked_pages"] == 0
+
+
+def test_a_chunked_request_with_a_fault_is_refused_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report, err = smoke(
+        capsys, "--prefill-cp", "2", "--decode-dp", "2", "--chunk", "100", "--inject-fault", "drop-row@0#1"
+    )
+    assert status == 1, err
+    failed = [row for row in report["per_request"] if row["failure"]]
+    assert len(failed) == 1
+    assert failed[0]["chunks"] > 1
+    assert report["leaked_pages"] == 0
+
+
+def test_stock_refuses_in_five_places(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report, _ = smoke(capsys, "--prefill-cp", "2", "--decode-dp", "2", "--stock")
+    assert status == 0
+    errors = [refusal["error"] for refusal in report["stock_refusals"]]
+    assert len(errors) == 5
+    for error, words in zip(
+        errors,
+        [
+            "mutually exclusive",
+            "requires --enable-dp-lm-head",
+            "does not support context parallel",
+            "markov_w2 TP-shard",
+            "NotImplementedError",
+        ],
+        strict=True,
+    ):
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prefill-cp", "3"], "allowed are 2, 4, 8"),
+        (["--decode-dp", "9"], "allowed are 1 to 8"),
+        (["--chunk", "0"], "allowed are 1 to 4096"),
+        (["--inject-fault", "typo"], "is not a fault"),
+        (["--prompts", "does-not-exist.jsonl"], "cannot read the prompts file"),
+        (["--max-tokens", "0"], "larger --max-tokens"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    args = build_parser().parse_args(["smoke", *arguments])
+    assert args.run(args) == 2
+    assert words in capsys.readouterr().err.replace("\n", " ")
