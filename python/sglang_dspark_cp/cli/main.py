@@ -17,27 +17,52 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_smoke(commands)
+    _add_checkpoint(commands)
     _add_hooks(commands)
     return parser
 
 
 def _add_smoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ..smoke import cpu
+    from ..smoke import cpu, cuda
 
     smoke = commands.add_parser("smoke", help="run the whole path and compare draft KV with an independent oracle")
-    smoke.add_argument("--device", choices=("cpu",), default="cpu", help="where to run (default cpu)")
+    smoke.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (default) or real servers on GPUs")
     smoke.add_argument("--stock", action="store_true", help="without the plugin: show what stock SGLang refuses")
     smoke.add_argument(
         "--inject-fault",
         action="append",
         default=[],
-        metavar="KIND[@CP_RANK]",
-        help=f"spoil rows on one rank; the run must fail. KIND: {', '.join(kind.value for kind in FaultKind)}",
+        metavar="KIND[@RANK][#N]",
+        help="spoil draft rows on purpose (cpu: on one rank, the run must fail; cuda: which negative controls run)."
+        f" KIND: {', '.join(kind.value for kind in FaultKind)}",
     )
     smoke.add_argument("--json", action="store_true", help="one JSON object on standard output")
     smoke.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and report.json there")
     cpu.add_arguments(smoke)
-    smoke.set_defaults(run=cpu.run)
+    cuda.add_arguments(smoke)
+    smoke.set_defaults(run=lambda args: (cuda if args.device == "cuda" else cpu).run(args))
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("make-checkpoint", help="write a small DeepSeek-V4 + DSpark checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder that is written")
+    parser.add_argument("--kind", choices=("oracle", "random"), default="oracle", help="default: oracle")
+    parser.add_argument("--quant", choices=("bf16", "fp8"), default="bf16", help="default: bf16")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size, a multiple of 128, at least 1024")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_make_checkpoint)
+
+
+def _make_checkpoint(args: argparse.Namespace) -> int:
+    from ..smoke.checkpoint import write_checkpoint
+
+    try:
+        info = write_checkpoint(args.out, kind=args.kind, quant=args.quant, hidden=args.hidden, seed=args.seed)
+    except ValueError as error:
+        print(f"make-checkpoint: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {info.path}: {info.num_tensors} tensors, {info.num_bytes:,} bytes, kind {info.kind}, {info.quant}")
+    return 0
 
 
 def _add_hooks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
