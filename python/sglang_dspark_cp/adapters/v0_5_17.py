@@ -270,7 +270,7 @@ def process_batch_result(original: Callable[..., None], scheduler: Any, batch: A
         group = scheduler.attn_cp_cpu_group
         error = runtime().require_ledger(_cp_rank()).settle(proof, lambda words: _gather_words(words, group))
         if error is not None:
-            logger.error("AlignmentError: %s", error)
+            logger.error("AlignmentError on attn_cp_rank %d: %s", _cp_rank(), error)
             for req, (start, end) in zip(batch.reqs, proof.spans, strict=True):
                 _refuse(scheduler, req, start, end, f"AlignmentError: {error}")
     return original(scheduler, batch, result)

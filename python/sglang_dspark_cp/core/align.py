@@ -152,6 +152,7 @@ def explain(words_by_rank: Sequence[Sequence[int]]) -> str | None:
     digests = [words[-1] for words in words_by_rank]
     if len(set(digests)) > 1:
         common = max(set(digests), key=digests.count)
-        odd = [str(rank) for rank, value in enumerate(digests) if value != common]
+        majority = 2 * digests.count(common) > len(digests)
+        odd = [str(rank) for rank, value in enumerate(digests) if value != common or not majority]
         reasons.append(f"attn_cp_rank {', '.join(odd)}: other positions or cache locations than the other ranks")
     return "; ".join(reasons) or None

@@ -54,9 +54,9 @@ class AuxCapture:
         self.positions: torch.Tensor | None = None
 
     def __enter__(self) -> AuxCapture:
-        for slot, layer_id in enumerate(self._layer_ids):
-            hook = self._hook(slot, layer_id)
-            self._handles.append(self._layers[layer_id].register_forward_hook(hook, with_kwargs=True))
+        captured = [self._layers[layer_id] for layer_id in self._layer_ids]  # before any hook: an id may be wrong
+        for slot, (layer, layer_id) in enumerate(zip(captured, self._layer_ids, strict=True)):
+            self._handles.append(layer.register_forward_hook(self._hook(slot, layer_id), with_kwargs=True))
         return self
 
     def __exit__(

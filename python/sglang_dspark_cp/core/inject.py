@@ -203,8 +203,8 @@ class Ledger:
             self.counters.rows_injected += proof.tokens
             return None
         error = AlignmentError(
-            f"draft KV of a prefill batch of {proof.tokens} tokens is not aligned (seen on attn_cp_rank"
-            f" {self.cp_rank}, request ids {', '.join(proof.request_ids)}): {reason}. Allowed is one hidden row per"
+            f"draft KV of a prefill batch of {proof.tokens} tokens is not aligned"
+            f" (request ids {', '.join(proof.request_ids)}): {reason}. Allowed is one hidden row per"
             " token with the token's own position and cache location. The batch's requests are failed and nothing of"
             " them is sent; this is a defect of the serving stack, please report it with this text."
         )

@@ -40,10 +40,11 @@ def to_global_order(gathered: torch.Tensor, tokens: int, cp_size: int) -> torch.
         tokens: T.
 
     Returns:
-        [T, ...], a copy (transposing C and P moves every row).
+        [T, ...], always a contiguous copy (transposing C and P moves every row).
     """
     per_rank = rows_per_rank(tokens, cp_size)
     if gathered.shape[0] != cp_size * per_rank:
         raise ValueError(f"expected {cp_size} x {per_rank} gathered rows for {tokens} tokens, got {gathered.shape[0]}")
     stacked = gathered.view(cp_size, per_rank, *gathered.shape[1:])
-    return stacked.transpose(0, 1).reshape(gathered.shape)[:tokens]
+    ordered = stacked.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return ordered.view(gathered.shape)[:tokens]

@@ -84,13 +84,13 @@ def violations(topology: PrefillTopology) -> list[Violation]:
                 f"--attention-context-parallel-size {t.tp_size}, or leave that flag out",
             )
         )
-    if t.tp_size < 2:
+    if not 2 <= t.tp_size <= 8:
         found.append(
             Violation(
                 f"tensor parallel size {t.tp_size}",
                 "2 to 8",
-                "context parallelism needs at least two ranks",
-                "--tensor-parallel-size 8 (or 2, 4), or take the CP flags away",
+                "context parallelism needs at least two ranks, and SGLang keeps them on one host",
+                "--tensor-parallel-size 8 (or 2, 4) with one host per prefill server, or take the CP flags away",
             )
         )
     if t.dcp_size != 1:

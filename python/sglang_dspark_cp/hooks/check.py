@@ -95,14 +95,18 @@ class Source:
         while parts and (path / parts[0]).is_dir():
             path = path / parts.pop(0)
         file = path / f"{parts[0]}.py" if parts else path / "__init__.py"
+        if file.is_file():
+            parts = parts[1:]
+        else:
+            file = path / "__init__.py"
         if not file.is_file():
             return None
         scope: ast.Module | ast.ClassDef | Definition = self._tree(file)
-        for name in parts[1:]:
+        for name in parts:
             found = next(
                 (
                     node
-                    for node in scope.body
+                    for node in reversed(scope.body)  # the last definition of a name is the one that counts
                     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
                 ),
                 None,

@@ -463,7 +463,7 @@ class _Run:
             "first_tokens": first.tokens,
             "next_request_answered": second.tokens == self._expected(self.prompts[5], 8),
             "ranks_with_alignment_error": sum(
-                f"(seen on attn_cp_rank {rank}," in log for rank in range(self.gpus.cp_size)
+                f"AlignmentError on attn_cp_rank {rank}:" in log for rank in range(self.gpus.cp_size)
             ),
         }
 
