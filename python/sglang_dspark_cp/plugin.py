@@ -34,7 +34,18 @@ def register() -> None:
         lines = "\n".join(f"  {problem}" for problem in found)
         install_guard(f"SGLang {release} is not the code that was reviewed for that release:\n{lines}\n")
         return
+    if settings.dump_dir is not None:
+        _require_debug_hooks(release)
     from .adapters import runtime
 
     runtime.start(settings)
     install(adapter.EAGER_HOOKS)
+
+
+def _require_debug_hooks(release: str) -> None:
+    found = problems(adapters.debug_hooks(release), sglang_root())
+    if found:
+        lines = "\n".join(f"  {problem}" for problem in found)
+        raise ActivationError(
+            f"{config.DUMP_DIR} is set, but the debug hooks do not fit this SGLang:\n{lines}\nUnset it to serve."
+        )

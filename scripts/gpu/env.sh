@@ -7,5 +7,7 @@ export TVM_FFI_CACHE_DIR=$cache/tvm-ffi TILELANG_CACHE_DIR=$cache/tilelang TRITO
 export SGLANG_DG_CACHE_DIR=$cache/deep_gemm TORCHINDUCTOR_CACHE_DIR=$cache/inductor FLASHINFER_WORKSPACE_BASE=$cache/flashinfer
 export SGLANG_JIT_DEEPGEMM_PRECOMPILE=0
 export SGLANG_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
-[ -n "${CUDA_HOME:-}" ] || CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
-export CUDA_HOME
+if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
+  CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+  export CUDA_HOME
+fi

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from sglang_dspark_cp.cli.main import build_parser
 from sglang_dspark_cp.smoke import native
 

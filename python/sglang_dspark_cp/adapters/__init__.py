@@ -23,3 +23,12 @@ def find(release: str) -> Adapter | None:
     base = release.split("+", 1)[0]
     name = REVIEWED.get(base)
     return None if name is None else cast(Adapter, importlib.import_module(f"{__name__}.{name}"))
+
+
+def debug_hooks(release: str) -> tuple[Hook, ...]:
+    """Hooks that are used only with SGLANG_DSPARK_CP_DUMP_DIR; none for a release that was not reviewed."""
+    name = REVIEWED.get(release.split("+", 1)[0])
+    if name is None:
+        return ()
+    module = importlib.import_module(f"{__name__}.debug_{name}")
+    return (*module.PREFILL_DEBUG_HOOKS, *module.DECODE_DEBUG_HOOKS)

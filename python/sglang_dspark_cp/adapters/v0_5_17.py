@@ -111,6 +111,10 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
         )
         if (fault := runtime().config.fault) is not None:
             logger.warning("sglang-dspark-cp: draft rows are spoilt on purpose: %s", fault)
+    elif algorithm.is_dspark() and runtime().config.dump_dir is not None:
+        from .debug_v0_5_17 import install_for
+
+        install_for(server_args.disaggregation_mode)
     return original(algorithm, server_args)
 
 
@@ -288,6 +292,10 @@ def send_kv_chunk(
     if failed is not None:
         _refuse(scheduler, req, 0, req.extend_range.end, failed)
         return None
+    if last_chunk and runtime().config.dump_dir is not None:
+        from .debug_v0_5_17 import dump_prefill_rows
+
+        dump_prefill_rows(scheduler, req)
     return original(scheduler, req, last_chunk=last_chunk, end_idx=end_idx)
 
 
@@ -295,6 +303,10 @@ def process_inflight_queue(original: Callable[..., list[Any]], scheduler: Any, *
     """Forget finished requests; once the last refused one is gone, empty the prefix cache of what it left there."""
     done = original(scheduler, *args, **kwargs)
     ledger = runtime().require_ledger(_cp_rank())
+    if done and runtime().config.dump_dir is not None:
+        from .debug_v0_5_17 import dump_counters
+
+        dump_counters(ledger)
     if ledger.forget([req.rid for req in done]):
         _drop_cached_prefixes(scheduler.tree_cache)
         ledger.tainted_pages.clear()

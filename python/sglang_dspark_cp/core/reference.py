@@ -46,15 +46,23 @@ def make_rows(
     """
     x = kv.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
-    pairs = torch.view_as_complex(x[:, NOPE:].unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(x[:, NOPE:].reshape(-1, ROPE // 2, 2))
     rope = torch.view_as_real(pairs * freqs_cis[positions.long()]).flatten(-2)
-    tiles = x[:, :NOPE].unflatten(-1, (-1, TILE))
+    tiles = x[:, :NOPE].reshape(-1, NOPE // TILE, TILE)
     scale = tiles.abs().amax(-1).clamp_min(1e-4) / E4M3_MAX
     bits = scale.view(torch.int32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF).ne(0).int()
     quantised = (tiles * torch.exp2(127.0 - exponent.float()).unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
     nope = quantised.flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8)
     return RowParts(nope, rope.to(torch.bfloat16), exponent.to(torch.uint8))
+
+
+def _by_row(pool: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of pool pages [pages, page_bytes]: data [pages, page_size, 576] and scales [pages, page_size, 8]."""
+    pages, split = pool.shape[0], page_size * DATA_BYTES
+    data = pool[:, :split].view(pages, page_size, DATA_BYTES)
+    scales = pool[:, split : split + page_size * SCALE_BYTES].view(pages, page_size, SCALE_BYTES)
+    return data, scales
 
 
 def write_rows(pool: torch.Tensor, page_size: int, slots: torch.Tensor, rows: RowParts) -> None:
@@ -65,26 +73,23 @@ def write_rows(pool: torch.Tensor, page_size: int, slots: torch.Tensor, rows: Ro
     """
     keep = slots >= 0
     page, offset = slots[keep].long() // page_size, slots[keep].long() % page_size
-    data = pool[:, : page_size * DATA_BYTES].unflatten(1, (page_size, DATA_BYTES))
+    data, scales = _by_row(pool, page_size)
     data[page, offset, :NOPE] = rows.nope[keep]
     data[page, offset, NOPE:] = rows.rope[keep].view(torch.uint8)
-    start = page_size * DATA_BYTES
-    scales = pool[:, start : start + page_size * SCALE_BYTES].unflatten(1, (page_size, SCALE_BYTES))
     scales[page, offset, : NOPE // TILE] = rows.scale[keep]
 
 
 def read_rows(pool: torch.Tensor, page_size: int, slots: torch.Tensor) -> RowParts:
     """Gather rows from pool pages; slots: [N], all >= 0."""
     page, offset = slots.long() // page_size, slots.long() % page_size
-    data = pool[:, : page_size * DATA_BYTES].unflatten(1, (page_size, DATA_BYTES))[page, offset]
-    start = page_size * DATA_BYTES
-    scales = pool[:, start : start + page_size * SCALE_BYTES].unflatten(1, (page_size, SCALE_BYTES))[page, offset]
-    rope = data[:, NOPE:].contiguous().view(torch.bfloat16)
-    return RowParts(data[:, :NOPE].contiguous(), rope, scales[:, : NOPE // TILE].contiguous())
+    data, scales = _by_row(pool, page_size)
+    rows = data[page, offset]
+    rope = rows[:, NOPE:].contiguous().view(torch.bfloat16)
+    return RowParts(rows[:, :NOPE].contiguous(), rope, scales[page, offset, : NOPE // TILE].contiguous())
 
 
 def dequantise(rows: RowParts) -> torch.Tensor:
     """Rows as numbers, [N, 512] float64."""
-    codes = rows.nope.contiguous().view(torch.float8_e4m3fn).double().unflatten(-1, (-1, TILE))
+    codes = rows.nope.contiguous().view(torch.float8_e4m3fn).double().reshape(-1, NOPE // TILE, TILE)
     scale = torch.exp2(rows.scale.double() - 127.0).unsqueeze(-1)
     return torch.cat([(codes * scale).flatten(-2), rows.rope.double()], dim=-1)

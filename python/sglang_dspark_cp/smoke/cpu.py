@@ -193,7 +193,7 @@ class _Run:
             kind, mark, rest = fault.partition("#")
             environment[config.FAULT] = (kind if "@" in kind else f"{kind}@{self.args.prefill_cp - 1}") + mark + rest
         if not self.args.stock:
-            environment |= {name: os.environ[name] for name in (config.ALIGN,) if name in os.environ}
+            environment |= {name: os.environ[name] for name in (config.ALIGN, config.DUMP_DIR) if name in os.environ}
         return RankConfig(
             role,
             rank,

@@ -55,6 +55,8 @@ def read_questions(path: Path | None) -> list[str]:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise WorkloadError(f"cannot read the prompts file {path}: {error.strerror}; give --prompts FILE") from None
+        except UnicodeDecodeError as error:
+            raise WorkloadError(f"{path} is not UTF-8 text (byte {error.start}); give a JSONL file") from None
     questions = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+
 from sglang_dspark_cp.smoke.checkpoint import (
     WEIGHTS_FILE,
     CheckpointInfo,

@@ -1,0 +1,175 @@
+"""Which servers a GPU run needs, on which GPUs, with which flags. Pure functions, no process is started here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK = 512
+CP_FLAGS = ("--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "round-robin-split")
+UNIFIED_CP_FLAGS = ("--enable-prefill-cp", "--cp-strategy", "interleave")
+SPECULATE = ("--speculative-algorithm", "DSPARK")
+SIZES = (1, 2, 4, 8)
+
+
+class UsageError(ValueError):
+    """Options that do not fit together or do not fit the machine."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPU indices of prefill and of decode servers; they may be the same."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+
+    @property
+    def cp_size(self) -> int:
+        """CP size of prefill."""
+        return len(self.prefill)
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One way to serve the same prompts.
+
+    Attributes:
+        name: as options and reports say it.
+        what: in words.
+        answers: name of the server that answers.
+        prefill: name of the prefill server, None without PD.
+    """
+
+    name: str
+    what: str
+    answers: str
+    prefill: str | None = None
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of its servers, prefill first."""
+        return (self.answers,) if self.prefill is None else (self.prefill, self.answers)
+
+    @property
+    def is_cp(self) -> bool:
+        """Whether its prefill is context parallel."""
+        return self.prefill is not None and self.prefill.startswith("prefill-cp")
+
+
+def split_list(text: str | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Parts of a comma list, without repetition; `default` when it is empty."""
+    parts = [part.strip() for part in (text or "").split(",")]
+    return tuple(dict.fromkeys(part for part in parts if part)) or tuple(default)
+
+
+def choose_gpus(visible: Sequence[str], gpus: str | None, prefill: str | None, decode: str | None) -> Gpus:
+    """GPUs of a run from the options.
+
+    Raises:
+        UsageError: none is there, one is not visible, or their number is not one that SGLang can use.
+    """
+    if not visible:
+        raise UsageError("no GPU is visible here (nvidia-smi lists none); --device cpu needs none")
+    every = split_list(gpus, visible)
+    chosen = Gpus(split_list(prefill, every), split_list(decode, every))
+    unknown = sorted({*chosen.prefill, *chosen.decode} - set(visible))
+    if unknown:
+        raise UsageError(f"GPU {', '.join(unknown)} is not visible; visible are {', '.join(visible)}")
+    for side, indices in (("prefill", chosen.prefill), ("decode", chosen.decode)):
+        if len(indices) not in SIZES:
+            raise UsageError(f"{side} would use {len(indices)} GPUs; allowed are {', '.join(map(str, SIZES))}")
+    return chosen
+
+
+def possible(gpus: Gpus) -> dict[str, SetUp]:
+    """Every set-up that these GPUs allow, by name; references first."""
+    c, d = gpus.cp_size, len(gpus.decode)
+    found = [
+        SetUp("plain", "one GPU, no speculation", "plain"),
+        SetUp("dspark", "one GPU, DSPARK, no PD", "dspark"),
+        SetUp("pd1", "one-GPU prefill -> one-GPU decode", "decode-tp1", "prefill-tp1"),
+    ]
+    if c > 1:
+        found += [
+            SetUp(f"pd-tp{c}", f"TP{c} prefill without CP -> TP{d} decode", f"decode-tp{d}", f"prefill-tp{c}"),
+            SetUp(f"cp{c}-tp{d}", f"CP{c} prefill -> TP{d} decode", f"decode-tp{d}", f"prefill-cp{c}"),
+        ]
+        if d > 1:
+            what = f"CP{c} prefill -> TP{d}/DP{d} decode"
+            found.append(SetUp(f"cp{c}-dp{d}", what, f"decode-dp{d}", f"prefill-cp{c}"))
+    return {set_up.name: set_up for set_up in found}
+
+
+def choose_set_ups(gpus: Gpus, names: str | None) -> list[SetUp]:
+    """Set-ups of a run, in the order of `possible`.
+
+    Raises:
+        UsageError: a name is unknown or not possible here.
+    """
+    known = possible(gpus)
+    default = [name for name in known if name != "pd1" or gpus.cp_size == 1]
+    chosen = split_list(names, default)
+    wrong = [name for name in chosen if name not in known]
+    if wrong:
+        raise UsageError(
+            f"--pairs {','.join(wrong)}: with {gpus.cp_size} prefill and {len(gpus.decode)} decode GPUs allowed are"
+            f" {', '.join(known)}"
+        )
+    return [set_up for name, set_up in known.items() if name in chosen]
+
+
+def reference_of(set_ups: Sequence[SetUp]) -> SetUp | None:
+    """The PD set-up without CP that CP set-ups are compared with."""
+    return next((each for each in reversed(set_ups) if each.prefill is not None and not each.is_cp), None)
+
+
+def base_arguments(model: Path, quant: str) -> list[str]:
+    """Flags of every server: a small pool, small chunks, nothing that needs a network.
+
+    The pool's size comes from `--max-total-tokens`; the memory fraction only has to leave room for what other servers
+    on the same GPU take while this one loads.
+    """
+    return [
+        *("--model-path", str(model), "--context-length", "8192", "--max-total-tokens", "65536"),
+        *("--mem-fraction-static", "0.35", "--chunked-prefill-size", str(CHUNK), "--max-running-requests", "16"),
+        *("--cuda-graph-max-bs-decode", "4", "--swa-full-tokens-ratio", "0.5", "--mm-feature-transport", "cpu"),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup"),
+        *("--random-seed", "1", "--watchdog-timeout", "600", "--disable-custom-all-reduce"),
+        *(("--fp8-gemm-backend", "triton") if quant == "fp8" else ()),
+    ]
+
+
+def role_arguments(server: str, transfer: str, bootstrap_port: int) -> list[str]:
+    """Flags that make a server what its name says (`plain`, `dspark`, `prefill-cp2`, `decode-dp2`, ...)."""
+    if server == "plain":
+        return []
+    if server == "dspark":
+        return list(SPECULATE)
+    mode, _, kind = server.partition("-")
+    size = kind[2:]
+    return [
+        *("--tp", size, *SPECULATE, "--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
+        *(("--disaggregation-bootstrap-port", str(bootstrap_port)) if mode == "prefill" else ()),
+        *(CP_FLAGS if kind.startswith("cp") else ()),
+        *(("--dp", size, "--enable-dp-attention", "--enable-dp-lm-head") if kind.startswith("dp") else ()),
+    ]
+
+
+def gpus_of(server: str, gpus: Gpus) -> tuple[str, ...]:
+    """GPUs of a server; one-GPU servers sit at the two ends so that they do not share one where there are two."""
+    if server in ("plain", "prefill-tp1"):
+        return gpus.prefill[:1]
+    if server in ("dspark", "decode-tp1"):
+        return gpus.decode[-1:]
+    return gpus.prefill if server.startswith("prefill") else gpus.decode
+
+
+def environment(quant: str, transfer: str, gpus: Sequence[str]) -> dict[str, str]:
+    """Environment of a server."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "SGLANG_HOST_IP": "127.0.0.1",
+        **({"MC_FORCE_TCP": "1"} if transfer == "mooncake_tcp" else {}),
+        **({"SGLANG_DSV4_FP4_EXPERTS": "0", "SGLANG_OPT_FP8_WO_A_GEMM": "0"} if quant == "bf16" else {}),
+    }

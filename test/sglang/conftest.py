@@ -1,0 +1,48 @@
+"""Processes with SGLang in them: forked from one server that imported it once, so that each costs a fork."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dspark_cp.smoke.processes import RankConfig, RankPool, RankProcess
+
+STARTS_WITHIN_S = 120.0
+"""The first process waits for the server's import of SGLang."""
+
+Spawn = Callable[..., list[RankProcess]]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def spawn(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Spawn:
+    """Start rank processes of one factory and wait until they stand."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def start(
+        factory: str, count: int = 1, environment: dict[str, str] | None = None, **options: Any
+    ) -> list[RankProcess]:
+        configs = [
+            RankConfig(
+                role=factory.partition(":")[2],
+                rank=rank,
+                factory=factory,
+                environment=environment or {},
+                log=str(Path(folder) / f"{len(pool.ranks)}-{rank}.log"),
+                options=options,
+            )
+            for rank in range(count)
+        ]
+        ranks = pool.spawn(configs)
+        pool.collect(ranks, STARTS_WITHIN_S)
+        return ranks
+
+    return start
