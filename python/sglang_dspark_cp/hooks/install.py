@@ -52,6 +52,7 @@ def install(hooks: Iterable[Hook]) -> None:
                 " Load sglang-dspark-cp alone (SGLANG_PLUGINS=dspark_cp) or set SGLANG_DSPARK_CP=0."
             )
         before[hook.id] = _attribute(hook.target)
+    for hook in wanted:  # only after every target was found free
         HookRegistry.register(hook.target, _counted(hook), HookType(hook.kind.value))
     HookRegistry.apply_hooks()
     unpatched = [hook for hook in wanted if _attribute(hook.target) is before[hook.id]]

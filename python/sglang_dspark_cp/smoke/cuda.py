@@ -222,12 +222,12 @@ def _per_prompt(report: dict[str, Any]) -> Table:
 
 def _per_set_up(report: dict[str, Any]) -> Table:
     table = Table(title="set-ups")
-    titles = ("", "accept", "/ non-CP", "at once", "answered", "first proposals", "rows = decode", "rows vs non-CP")
+    titles = ("", "accept", "/ non-CP", "at once", "answered", "first proposals", "rows = decode", "rows vs CP1")
     for title in titles:
         table.add_column(title)
     for name, each in report["set_ups"].items():
         proposals, sent = each.get("proposal_agreement") or {}, each.get("rows_prefill_vs_decode") or {}
-        rows = each.get("rows_vs_non_cp")
+        rows = each.get("rows_vs_cp1") or each.get("rows_vs_non_cp")
         table.add_row(
             name,
             str(each["mean_accept_length"]),

@@ -124,6 +124,8 @@ class GpuRun:
         arguments = [
             *set_ups.base_arguments(Path(self.info.path), self.quant),
             *set_ups.role_arguments(role, self.args.transfer, self.bootstrap[name]),
+            # SGLang would draw a random port, and servers that start together draw the same one now and then.
+            *("--nccl-port", str(port + 60)),
             *self.args.server_args.split(),
         ]
         return Server(name, port, launch_command(arguments, port, module), environment, self.folder)
@@ -333,6 +335,10 @@ class GpuRun:
         report["prompts"] = len(self.prompts.measured)
         report["per_prompt"] = [self._prompt_row(index, present) for index in range(len(self.prompts.measured))]
         report["set_ups"] = {each.name: self._summary(each, reference, proposals) for each in present}
+        row_reference = set_ups.row_reference_of(present)
+        for each in present:
+            if each.is_cp and row_reference is not None and row_reference is not reference:
+                report["set_ups"][each.name]["rows_vs_cp1"] = self._rows_against(each, row_reference)
         for each in present:
             reasons += self._complaints(each)
             if each.is_cp:
@@ -342,7 +348,7 @@ class GpuRun:
                     summary["mean_accept_length"],
                     report["set_ups"][reference.name]["mean_accept_length"] if reference else None,
                     (summary.get("proposal_agreement") or {}).get("first_step"),
-                    summary.get("rows_vs_non_cp"),
+                    summary.get("rows_vs_cp1") or summary.get("rows_vs_non_cp"),
                 )
                 reasons += judge.judge_set_up(finding, strict_rows=self.info.kind == "oracle")
         self._report_controls(control_base, reference, proposals)
@@ -393,12 +399,17 @@ class GpuRun:
         if base and summary["mean_accept_length"]:
             summary["accept_length_vs_non_cp"] = round(summary["mean_accept_length"] / base, 4)
         pairs = list(zip(answers.rooms, theirs.rooms, strict=False))
-        other = judge.load_rows(self.dump_folder(str(reference.prefill)), "prefill")
-        found = [(sent[a], other[b]) for a, b in pairs if a in sent and b in other]
-        summary["rows_vs_non_cp"] = judge.compare_many(found)
+        summary["rows_vs_non_cp"] = self._rows_against(each, reference)
         agreed = judge.agreement(proposals, [a for a, _ in pairs], [b for _, b in pairs])
         summary["proposal_agreement"] = agreed.report()
         return summary
+
+    def _rows_against(self, each: SetUp, reference: SetUp) -> dict[str, Any]:
+        """Prefill rows of two set-ups, request by request."""
+        ours = judge.load_rows(self.dump_folder(str(each.prefill)), "prefill")
+        theirs = judge.load_rows(self.dump_folder(str(reference.prefill)), "prefill")
+        rooms = zip(self.answers[each.name].rooms, self.answers[reference.name].rooms, strict=False)
+        return judge.compare_many((ours[a], theirs[b]) for a, b in rooms if a in ours and b in theirs)
 
     def _complaints(self, each: SetUp) -> list[str]:
         """What is wrong with a set-up by itself."""

@@ -93,12 +93,14 @@ class RowComparison:
         byte_equal: rows whose bytes are all equal.
         missing: positions that one side lacks.
         max_rel_err: worst relative error of a row's e4m3 or rotated part (0 when nothing was compared).
+        over: rows whose error is above `ROWS_TOLERANCE`.
     """
 
     rows: int
     byte_equal: int
     missing: int
     max_rel_err: float
+    over: int
 
 
 def compare_rows(ours: Rows, theirs: Rows) -> RowComparison:
@@ -107,16 +109,19 @@ def compare_rows(ours: Rows, theirs: Rows) -> RowComparison:
     wanted = max(ours.end, theirs.end) - min(ours.start, theirs.start)
     a, b = ours.data[:, left], theirs.data[:, right]
     equal = (a == b).all(axis=-1)
-    worst = 0.0
+    errors = np.zeros(0)
     if not equal.all():
         stage, row = np.nonzero(~equal)
         x = dequantise(a[stage, row])
         y = dequantise(b[stage, row])
+        by_part = []
         for part in (slice(0, NOPE), slice(NOPE, NOPE + ROPE)):
             gap = np.linalg.norm(x[:, part] - y[:, part], axis=-1)
             size = np.maximum(np.linalg.norm(y[:, part], axis=-1), 1e-12)
-            worst = max(worst, float(np.nan_to_num(gap / size, nan=np.inf, posinf=np.inf).max()))
-    return RowComparison(int(equal.size), int(equal.sum()), wanted - len(left), worst)
+            by_part.append(np.nan_to_num(gap / size, nan=np.inf, posinf=np.inf))
+        errors = np.maximum(*by_part)
+    worst, over = float(errors.max(initial=0.0)), int((errors > ROWS_TOLERANCE).sum())
+    return RowComparison(int(equal.size), int(equal.sum()), wanted - len(left), worst, over)
 
 
 def compare_many(pairs: Iterable[tuple[Rows, Rows]]) -> dict[str, Any]:
@@ -127,6 +132,7 @@ def compare_many(pairs: Iterable[tuple[Rows, Rows]]) -> dict[str, Any]:
         "rows": sum(each.rows for each in found),
         "rows_byte_equal": sum(each.byte_equal for each in found),
         "rows_missing": sum(each.missing for each in found),
+        "rows_over_tolerance": sum(each.over for each in found),
         "max_rel_err": round(max((each.max_rel_err for each in found), default=0.0), 6),
     }
 

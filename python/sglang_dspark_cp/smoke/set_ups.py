@@ -108,8 +108,7 @@ def choose_set_ups(gpus: Gpus, names: str | None) -> list[SetUp]:
         UsageError: a name is unknown or not possible here.
     """
     known = possible(gpus)
-    default = [name for name in known if name != "pd1" or gpus.cp_size == 1]
-    chosen = split_list(names, default)
+    chosen = split_list(names, tuple(known))
     wrong = [name for name in chosen if name not in known]
     if wrong:
         raise UsageError(
@@ -122,6 +121,15 @@ def choose_set_ups(gpus: Gpus, names: str | None) -> list[SetUp]:
 def reference_of(set_ups: Sequence[SetUp]) -> SetUp | None:
     """The PD set-up without CP that CP set-ups are compared with."""
     return next((each for each in reversed(set_ups) if each.prefill is not None and not each.is_cp), None)
+
+
+def row_reference_of(set_ups: Sequence[SetUp]) -> SetUp | None:
+    """The PD set-up whose prefill rows CP rows must equal: CP 1 with attention TP 1, which adds up in the same order.
+
+    A tensor-parallel prefill splits attention heads, so its hidden rows round differently; it stands in when there is
+    no one-GPU prefill.
+    """
+    return next((each for each in set_ups if each.prefill == "prefill-tp1"), reference_of(set_ups))
 
 
 def base_arguments(model: Path, quant: str) -> list[str]:

@@ -64,7 +64,9 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
     wrong = bool(FAULT) and not (PROOF and served)
     if ARGS.disaggregation_mode == "prefill":
         served += 1
-        (DUMP.parent / f"stub-{room}.json").write_text(json.dumps({"wrong": wrong, "refused": wrong and PROOF}))
+        sent = DUMP.parent / f"stub-{room}.json"
+        sent.with_suffix(".part").write_text(json.dumps({"wrong": wrong, "refused": wrong and PROOF}))
+        sent.with_suffix(".part").replace(sent)  # the decode stub reads it as soon as it is there
         if wrong and PROOF:
             print("AlignmentError on attn_cp_rank 0: x\nAlignmentError on attn_cp_rank 1: x", flush=True)
             return {"error": {"message": "AlignmentError: stub rows"}}
@@ -124,10 +126,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: " + json.dumps(found).encode() + b"\n\ndata: [DONE]\n\n")
 
 
+class Stub(ThreadingHTTPServer):
+    request_queue_size = 128  # many requests at once, on a busy machine
+
+
 if __name__ == "__main__":
     if os.environ.get("STUB_DIES") == "boot":
         die()
     if os.environ.get("STUB_CHILD"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("stub serves", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", ARGS.port), Handler).serve_forever()
+    Stub(("127.0.0.1", ARGS.port), Handler).serve_forever()
