@@ -37,10 +37,20 @@ def test_set_ups_by_gpus() -> None:
     assert list(set_ups.possible(TWO)) == ["plain", "dspark", "pd1", "pd-tp2", "cp2-tp2", "cp2-dp2"]
     eight = tuple("01234567")
     assert [each.name for each in set_ups.choose_set_ups(Gpus(eight, eight), None)][2:] == [
-        "pd-tp8", "cp8-tp8", "cp8-dp8",
+        "pd1", "pd-tp8", "cp8-tp8", "cp8-dp8",
     ]  # fmt: skip
     split = Gpus(("0", "1"), ("2",))
-    assert [each.name for each in set_ups.choose_set_ups(split, None)][2:] == ["pd-tp2", "cp2-tp1"]
+    assert [each.name for each in set_ups.choose_set_ups(split, None)][2:] == ["pd1", "pd-tp2", "cp2-tp1"]
+
+
+def test_rows_are_compared_with_a_prefill_that_adds_up_alike() -> None:
+    everything = set_ups.choose_set_ups(TWO, None)
+    reference = set_ups.row_reference_of(everything)
+    assert reference is not None
+    assert reference.name == "pd1"
+    without = set_ups.row_reference_of(set_ups.choose_set_ups(TWO, "pd-tp2,cp2-tp2"))
+    assert without is not None
+    assert without.name == "pd-tp2"
 
 
 def test_reference_is_the_pd_set_up_without_cp() -> None:
@@ -159,12 +169,13 @@ def test_a_good_run_with_controls(smoke: Any) -> None:
     )
     assert report["reasons"] == []
     assert status == 0
-    assert list(report["set_ups"]) == ["plain", "dspark", "pd-tp2", "cp2-tp2", "cp2-dp2"]
+    assert list(report["set_ups"]) == ["plain", "dspark", "pd1", "pd-tp2", "cp2-tp2", "cp2-dp2"]
     cp = report["set_ups"]["cp2-dp2"]
     assert cp["mean_accept_length"] == 5.0
     assert cp["accept_length_vs_non_cp"] == 1.0
     assert cp["proposal_agreement"]["first_step"] == 1.0
     assert cp["rows_vs_non_cp"]["rows_byte_equal"] == cp["rows_vs_non_cp"]["rows"] > 0
+    assert cp["rows_vs_cp1"]["rows_byte_equal"] == cp["rows_vs_cp1"]["rows"] > 0
     assert cp["answered"] == cp["asked"]
     assert report["controls"]["zero-rows"]["mean_accept_length"] == 1.0
     assert [each["fault"] for each in report["proof_on"]] == ["zero-rows@1#1", "skip-restore@0#1"]

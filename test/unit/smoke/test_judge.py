@@ -47,7 +47,7 @@ def test_dequantise_equals_the_torch_reader() -> None:
 
 def test_the_same_rows() -> None:
     found = judge.compare_rows(some_rows(), some_rows())
-    assert found == judge.RowComparison(rows=3 * 128, byte_equal=3 * 128, missing=0, max_rel_err=0.0)
+    assert found == judge.RowComparison(rows=3 * 128, byte_equal=3 * 128, missing=0, max_rel_err=0.0, over=0)
     assert judge.rows_identical(some_rows(), some_rows())
 
 
