@@ -22,8 +22,9 @@ def install_guard(reason: str) -> None:
     """
 
     def refuse(original: Callable[..., Any], server_args: Any) -> Any:
-        asked = server_args.disaggregation_mode == "prefill" and (
-            server_args.enable_prefill_cp or server_args.attn_cp_size > 1
+        # An unknown release may lack these arguments; what it has not, nobody can ask for.
+        asked = getattr(server_args, "disaggregation_mode", None) == "prefill" and (
+            getattr(server_args, "enable_prefill_cp", False) or getattr(server_args, "attn_cp_size", 1) > 1
         )
         if asked:
             raise ActivationError(

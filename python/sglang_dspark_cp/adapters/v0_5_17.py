@@ -307,11 +307,27 @@ def process_inflight_queue(original: Callable[..., list[Any]], scheduler: Any, *
         from .debug_v0_5_17 import dump_counters
 
         dump_counters(ledger)
-    if ledger.forget([req.rid for req in done]):
+    finished = [req.rid for req in done]
+    if refused := ledger.failed_requests():
+        # A refused request may end elsewhere, such as by its client's abort while it is still being chunked.
+        held = {req.rid for req in _requests(scheduler)}
+        finished += [request_id for request_id in refused if request_id not in held]
+    if ledger.forget(finished):
         _drop_cached_prefixes(scheduler.tree_cache)
         ledger.tainted_pages.clear()
         logger.warning("sglang-dspark-cp: the prefix cache was emptied after refused requests")
     return done
+
+
+def _requests(scheduler: Any) -> list[Any]:
+    """Every request that the prefill scheduler holds, beside those of a batch in flight."""
+    queues = (
+        scheduler.disagg_prefill_bootstrap_queue.queue,
+        scheduler.waiting_queue,
+        scheduler.disagg_prefill_inflight_queue,
+    )
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    return [*(req for queue in queues for req in queue), *chunked]
 
 
 def _refuse(scheduler: Any, req: Any, start: int, end: int, text: str) -> None:

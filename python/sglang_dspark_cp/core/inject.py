@@ -51,6 +51,8 @@ class BatchProof:
         self.check_shape = check_shape
         self.check_rows = check_rows
         self.used_cp = False
+        self.runs: dict[str, _Progress] = {}
+        """What the ledger knows of each request; a request that starts anew meanwhile has another entry there."""
         self._hidden: torch.Tensor | None = None
         self._address: torch.Tensor | None = None
         self._missing_rows = 0
@@ -103,9 +105,10 @@ class BatchProof:
         address, self._hidden, self._address = self._address, None, None
         if not self.check_shape:
             return cache_loc
-        if not self._counts.consistent():
+        unproved = self._missing_rows and not self.check_rows  # with addresses, the rows themselves fail below
+        if unproved or not self._counts.consistent():
             return None
-        if not self.check_rows:
+        if not self.check_rows or not self.tokens:
             return cache_loc
         unmapped = to_swa(cache_loc) <= 0
         bad = mismatches(address, positions, cache_loc) if address is not None else None
@@ -177,11 +180,13 @@ class Ledger:
         self.current = proof
         self.counters.forwards += 1
         for request_id, (start, end) in zip(proof.request_ids, proof.spans, strict=True):
-            progress = self._progress.get(request_id)
+            progress = self._progress.pop(request_id, None)
             if progress is None or progress.computed != start:
-                self._progress[request_id] = _Progress(start, end, start)
+                progress = _Progress(start, end, start)
             else:
                 progress.computed = end
+            self._progress[request_id] = progress  # last in order: the oldest entry is the longest unused
+            proof.runs[request_id] = progress
         while len(self._progress) > MAX_OPEN_REQUESTS:
             self._progress.pop(next(iter(self._progress)))
 
@@ -197,7 +202,7 @@ class Ledger:
         reason = explain(gather_words(proof.words())) if proof.check_shape else None
         if reason is None:
             for request_id, (start, end) in zip(proof.request_ids, proof.spans, strict=True):
-                progress = self._progress.get(request_id)
+                progress = proof.runs.get(request_id)
                 if progress is not None and progress.injected == start:
                     progress.injected = end
             self.counters.rows_injected += proof.tokens
@@ -213,6 +218,10 @@ class Ledger:
         for request_id in proof.request_ids:
             self._failed.setdefault(request_id, f"AlignmentError: {error}")
         return error
+
+    def failed_requests(self) -> tuple[str, ...]:
+        """Refused requests that were not forgotten yet; empty in normal service."""
+        return tuple(self._failed)
 
     def failure(self, request_id: str) -> str | None:
         """Why nothing more of this request may be sent, or None."""

@@ -459,3 +459,37 @@ def test_begin_sets_the_current_batch() -> None:
 def test_prefixes_and_lengths_must_match() -> None:
     with pytest.raises(ValueError, match="zip"):
         BatchProof(["a"], [0, 1], [1])
+
+
+def test_a_late_verdict_does_not_count_for_a_request_that_started_anew() -> None:
+    ledger = Ledger(0)
+    old = BatchProof(["a"], [0], [256], check_shape=False)
+    ledger.begin(old)
+    new = BatchProof(["a"], [0], [50], check_shape=False)
+    ledger.begin(new)
+    ledger.settle(old, lambda words: [words.tolist()])
+    assert ledger.require_complete("a", 50, 128) is not None
+    ledger.forget(["a"])
+    ledger.begin(new)
+    ledger.settle(old, lambda words: [words.tolist()])
+    ledger.settle(new, lambda words: [words.tolist()])
+    assert ledger.require_complete("a", 50, 128) is None
+
+
+def test_a_request_that_still_runs_chunks_is_not_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_dspark_cp.core.inject.MAX_OPEN_REQUESTS", 2)
+    ledger = Ledger(0)
+    for name, start in (("long", 0), ("b", 0), ("long", 8), ("c", 0)):
+        proof = BatchProof([name], [start], [8], check_shape=False)
+        ledger.begin(proof)
+        ledger.settle(proof, lambda words: [words.tolist()])
+    assert ledger.require_complete("long", 16, 128) is None
+    assert ledger.require_complete("b", 8, 128) is not None
+
+
+def test_rows_of_a_rank_that_missed_some_are_not_written_at_level_shape() -> None:
+    proof = BatchProof(["a"], [0], [4], check_rows=False)
+    hidden = torch.zeros(4, 6)
+    proof.note_arrived(ArrivedRows(hidden, None, 0), 1)
+    index = torch.arange(4)
+    assert proof.admit(hidden, index, index, expected_width=6, to_swa=lambda loc: loc) is None
