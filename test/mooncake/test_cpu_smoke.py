@@ -94,6 +94,7 @@ def test_a_fault_on_one_rank_fails_on_all_ranks(capsys: pytest.CaptureFixture[st
     assert len(texts) == 4
     assert all("AlignmentError" in text and "request ids room-1" in text for text in texts)
     assert report["rows_mismatched"] == 0, "a row that failed its proof was sent"
+    assert report["phase_seconds"]["serve"] < 30
     assert report["leaked_pages"] == 0
 
 
@@ -115,8 +116,9 @@ def test_a_chunked_request_with_a_fault_is_refused_whole(capsys: pytest.CaptureF
     )
     assert status == 1, err
     failed = [row for row in report["per_request"] if row["failure"]]
-    assert len(failed) == 1
-    assert failed[0]["chunks"] > 1
+    # A first batch of 100 tokens ends inside a question: that one goes on to its last chunk and is refused there.
+    assert 1 <= len(failed) <= 2
+    assert any(row["chunks"] > 1 for row in failed)
     assert report["leaked_pages"] == 0
 
 

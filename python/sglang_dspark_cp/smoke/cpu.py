@@ -136,6 +136,8 @@ class _Run:
     def __init__(self, args: argparse.Namespace, prompts: list[Prompt], folder: Path, console: Console) -> None:
         self.args, self.prompts, self.folder, self.console = args, prompts, folder, console
         self.ports = {"bootstrap": free_ports(1)[0]}
+        self.phases: dict[str, float] = {}
+        self._mark = time.monotonic()
 
     def result(self) -> dict[str, Any]:
         """Everything that the run measured."""
@@ -150,8 +152,10 @@ class _Run:
             if self.args.stock:
                 return self._stock(pool, resolver[0], arguments)
             server_args = self._resolve(pool, resolver[0], arguments)
+            self._end_phase("imports_and_arguments")
             progress.update(task, description="starting ranks")
             prefill, decode = self._start(pool, server_args)
+            self._end_phase("start_ranks")
             total = len(self.prompts) * (1 + self.args.prefill_cp)
             progress.update(task, description="prefill -> Mooncake -> decode", total=total)
             for rank in prefill:
@@ -160,13 +164,18 @@ class _Run:
                 mine = [prompt for prompt in self.prompts if prompt.room % len(decode) == number]
                 rank.start("serve", mine, self.args.timeout)
             answers = pool.collect([*prefill, *decode], self.args.timeout + 30, lambda event: progress.advance(task, 1))
+            self._end_phase("serve")
             memory = sum(proportional_memory(rank.process.pid) for rank in pool.ranks)
             resolver[0].start("hooks")
             resolving_hooks = pool.collect(resolver, 30)[0]
             progress.update(task, description="comparing with the oracle", total=None)
-            return self._judge(answers[: len(prefill)], answers[len(prefill) :], resolving_hooks) | {
-                "memory_bytes": memory
-            }
+            report = self._judge(answers[: len(prefill)], answers[len(prefill) :], resolving_hooks)
+            self._end_phase("compare")
+            return report | {"memory_bytes": memory, "phase_seconds": self.phases}
+
+    def _end_phase(self, name: str) -> None:
+        now = time.monotonic()
+        self.phases[name], self._mark = round(now - self._mark, 2), now
 
     # ---------------------------------------------------------------------------------------------------- pieces
 
