@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set-ups",
         metavar="LIST",
         help="of plain, dspark, pd1, pd-tpN, cpN-tpM, cpN-dpM with N prefill and M decode GPUs (default: all that the"
-        " GPUs allow; pd1 on one GPU only)",
+        " GPUs allow)",
     )
     group.add_argument("--transfer", choices=("mooncake", "mooncake_tcp"), default="mooncake_tcp")
     group.add_argument(
