@@ -39,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefill-gpus", metavar="LIST", help="GPUs of prefill servers (default: --gpus)")
     group.add_argument("--decode-gpus", metavar="LIST", help="GPUs of decode servers (default: --gpus)")
     group.add_argument(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        choices=(1, 2, 4, 8),
+        metavar="N",
+        help="1, 2, 4 or 8 ranks on each GPU (default 1): more than one checks context parallelism on fewer GPUs than"
+        " ranks; slow, and its times say nothing",
+    )
+    group.add_argument(
         "--pairs",
         "--set-ups",
         metavar="LIST",
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """Run and report; 0 ok, 1 failed, 2 usage."""
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
     try:
-        gpus = set_ups.choose_gpus(visible_gpus(), args.gpus, args.prefill_gpus, args.decode_gpus)
+        gpus = set_ups.choose_gpus(visible_gpus(), args.gpus, args.prefill_gpus, args.decode_gpus, args.ranks_per_gpu)
         chosen = set_ups.choose_set_ups(gpus, args.pairs)
         faults = faults_of(args)
         if args.new_tokens < 2:
@@ -102,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
         if args.model_dir and not (args.model_dir / "config.json").is_file():
             raise UsageError(f"--model-dir {args.model_dir}: no config.json there; see `make-checkpoint`")
         if args.stock and gpus.cp_size < 2:
-            raise UsageError("--stock needs at least two GPUs: what stock refuses is context parallelism")
+            raise UsageError(
+                "--stock needs at least two ranks (GPUs, or --ranks-per-gpu): what stock refuses is context parallelism"
+            )
     except UsageError as error:
         console.print(f"smoke --device cuda: {error}", style="red", markup=False)
         return 2
@@ -157,8 +168,9 @@ def about(args: argparse.Namespace, gpus: set_ups.Gpus) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "kind": args.kind,
         "quant": args.quant,
-        "prefill_gpus": len(gpus.prefill),
-        "decode_gpus": len(gpus.decode),
+        "prefill_gpus": len(set(gpus.prefill)),
+        "decode_gpus": len(set(gpus.decode)),
+        "ranks_per_gpu": args.ranks_per_gpu,
         "transfer": args.transfer,
         "chunk": set_ups.CHUNK,
         "new_tokens": args.new_tokens,

@@ -105,7 +105,7 @@ class GpuRun:
         return self.folder / "dump" / name
 
     def make_server(
-        self, name: str, role: str, extra: dict[str, str] | None = None, module: str = "sglang.launch_server"
+        self, name: str, role: str, extra: dict[str, str] | None = None, module: str | None = None
     ) -> Server:
         """A server that is not started yet.
 
@@ -113,7 +113,7 @@ class GpuRun:
             name: of its log and its dump folder.
             role: what it is, in the words of `set_ups.role_arguments`.
             extra: environment beyond the role's.
-            module: what Python runs.
+            module: what Python runs, if not what fits the GPUs.
         """
         port = self._ports.take()
         self.bootstrap[name] = port + 50
@@ -128,7 +128,7 @@ class GpuRun:
             *("--nccl-port", str(port + 60)),
             *self.args.server_args.split(),
         ]
-        return Server(name, port, launch_command(arguments, port, module), environment, self.folder)
+        return Server(name, port, launch_command(arguments, port, module or set_ups.launch_module(gpus)), environment, self.folder)
 
     def start(self, group: ServerSet, servers: Iterable[Server]) -> set[str]:
         """Start servers; those that fail are shown at once and named in the answer."""
@@ -296,10 +296,14 @@ class GpuRun:
 
     def _control(self, fault: str, server: Server, decode: Server) -> None:
         answers = self.answers[f"fault {fault}"] = Answers()
-        for index in self.prompts.controls:
-            reply, room = self.ask(server, decode, self.prompts.measured[index], self.args.new_tokens)
-            answers.measured.append(reply)
-            answers.rooms.append(room)
+        calls = [
+            functools.partial(self.ask, server, decode, self.prompts.measured[index], self.args.new_tokens)
+            for index in self.prompts.controls
+        ]
+        for found in all_at_once(calls, [server, decode]):
+            if found is not None:  # its thread met the end of a server, which is reported by itself
+                answers.measured.append(found[0])
+                answers.rooms.append(found[1])
         self.say(f"control {fault}: mean accept length {judge.mean(answers.accept_lengths())}")
 
     def _refusal(self, fault: str, server: Server, decode: Server) -> None:

@@ -26,11 +26,13 @@ def _bypassed(server_args: Any) -> None:
 speculative_hook._handle_dspark = _bypassed
 
 if __name__ == "__main__":
-    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_dspark_cp.smoke.launch_shared import run_rank
+
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        launch_server(prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_rank)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

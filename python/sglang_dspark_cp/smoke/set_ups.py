@@ -19,7 +19,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPU indices of prefill and of decode servers; they may be the same."""
+    """GPU index of every rank of prefill and of decode servers; they may be the same, and repeat when ranks share."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -63,7 +63,9 @@ def split_list(text: str | None, default: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part for part in parts if part)) or tuple(default)
 
 
-def choose_gpus(visible: Sequence[str], gpus: str | None, prefill: str | None, decode: str | None) -> Gpus:
+def choose_gpus(
+    visible: Sequence[str], gpus: str | None, prefill: str | None, decode: str | None, ranks_per_gpu: int = 1
+) -> Gpus:
     """GPUs of a run from the options.
 
     Raises:
@@ -77,9 +79,12 @@ def choose_gpus(visible: Sequence[str], gpus: str | None, prefill: str | None, d
     if unknown:
         raise UsageError(f"GPU {', '.join(unknown)} is not visible; visible are {', '.join(visible)}")
     for side, indices in (("prefill", chosen.prefill), ("decode", chosen.decode)):
-        if len(indices) not in SIZES:
-            raise UsageError(f"{side} would use {len(indices)} GPUs; allowed are {', '.join(map(str, SIZES))}")
-    return chosen
+        if len(indices) * ranks_per_gpu not in SIZES:
+            raise UsageError(
+                f"{side} would have {len(indices)} GPUs x {ranks_per_gpu} ranks; allowed are"
+                f" {', '.join(map(str, SIZES))} in all"
+            )
+    return Gpus(chosen.prefill * ranks_per_gpu, chosen.decode * ranks_per_gpu)
 
 
 def possible(gpus: Gpus) -> dict[str, SetUp]:
@@ -173,10 +178,16 @@ def gpus_of(server: str, gpus: Gpus) -> tuple[str, ...]:
     return gpus.prefill if server.startswith("prefill") else gpus.decode
 
 
+def launch_module(gpus: Sequence[str]) -> str:
+    """What Python runs for a server whose ranks sit on these GPUs."""
+    shared = len(set(gpus)) < len(gpus)
+    return "sglang_dspark_cp.smoke.launch_shared" if shared else "sglang.launch_server"
+
+
 def environment(quant: str, transfer: str, gpus: Sequence[str]) -> dict[str, str]:
     """Environment of a server."""
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpus)),
         "SGLANG_HOST_IP": "127.0.0.1",
         **({"MC_FORCE_TCP": "1"} if transfer == "mooncake_tcp" else {}),
         **({"SGLANG_DSV4_FP4_EXPERTS": "0", "SGLANG_OPT_FP8_WO_A_GEMM": "0"} if quant == "bf16" else {}),
