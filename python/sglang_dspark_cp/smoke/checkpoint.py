@@ -153,6 +153,11 @@ class CheckpointInfo:
     num_bytes: int
     first_token: int = FIRST_TOKEN
 
+    @property
+    def first_settled_position(self) -> int:
+        """First position whose hidden rows do not hang on near-tied attention scores; 0 for a random checkpoint."""
+        return 0 if self.period is None else self.period - 1
+
     def sample_prompt(self, length: int, seed: int = 0) -> list[int]:
         """``length`` uniform token ids without special ones."""
         rng = random.Random(seed * 1_000_003 + length)

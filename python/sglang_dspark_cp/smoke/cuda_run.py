@@ -128,7 +128,8 @@ class GpuRun:
             *("--nccl-port", str(port + 60)),
             *self.args.server_args.split(),
         ]
-        return Server(name, port, launch_command(arguments, port, module or set_ups.launch_module(gpus)), environment, self.folder)
+        command = launch_command(arguments, port, module or set_ups.launch_module(gpus))
+        return Server(name, port, command, environment, self.folder)
 
     def start(self, group: ServerSet, servers: Iterable[Server]) -> set[str]:
         """Start servers; those that fail are shown at once and named in the answer."""
@@ -342,7 +343,8 @@ class GpuRun:
         row_reference = set_ups.row_reference_of(present)
         for each in present:
             if each.is_cp and row_reference is not None and row_reference is not reference:
-                report["set_ups"][each.name]["rows_vs_cp1"] = self._rows_against(each, row_reference)
+                settled, early = self._rows_against(each, row_reference)
+                report["set_ups"][each.name] |= {"rows_vs_cp1": settled, "rows_vs_cp1_early": early}
         for each in present:
             reasons += self._complaints(each)
             if each.is_cp:
@@ -353,6 +355,7 @@ class GpuRun:
                     report["set_ups"][reference.name]["mean_accept_length"] if reference else None,
                     (summary.get("proposal_agreement") or {}).get("first_step"),
                     summary.get("rows_vs_cp1") or summary.get("rows_vs_non_cp"),
+                    summary.get("rows_vs_cp1_early") or summary.get("rows_vs_non_cp_early"),
                 )
                 reasons += judge.judge_set_up(finding, strict_rows=self.info.kind == "oracle")
         self._report_controls(control_base, reference, proposals)
@@ -403,17 +406,22 @@ class GpuRun:
         if base and summary["mean_accept_length"]:
             summary["accept_length_vs_non_cp"] = round(summary["mean_accept_length"] / base, 4)
         pairs = list(zip(answers.rooms, theirs.rooms, strict=False))
-        summary["rows_vs_non_cp"] = self._rows_against(each, reference)
+        summary["rows_vs_non_cp"], summary["rows_vs_non_cp_early"] = self._rows_against(each, reference)
         agreed = judge.agreement(proposals, [a for a, _ in pairs], [b for _, b in pairs])
         summary["proposal_agreement"] = agreed.report()
         return summary
 
-    def _rows_against(self, each: SetUp, reference: SetUp) -> dict[str, Any]:
-        """Prefill rows of two set-ups, request by request."""
+    def _rows_against(self, each: SetUp, reference: SetUp) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Prefill rows of two set-ups, request by request: those of settled positions, and those of early ones."""
         ours = judge.load_rows(self.dump_folder(str(each.prefill)), "prefill")
         theirs = judge.load_rows(self.dump_folder(str(reference.prefill)), "prefill")
         rooms = zip(self.answers[each.name].rooms, self.answers[reference.name].rooms, strict=False)
-        return judge.compare_many((ours[a], theirs[b]) for a, b in rooms if a in ours and b in theirs)
+        pairs = [(ours[a], theirs[b]) for a, b in rooms if a in ours and b in theirs]
+        settled = self.info.first_settled_position
+        return (
+            judge.compare_many(pairs, range(settled, judge.EVERYWHERE.stop)),
+            judge.compare_many(pairs, range(settled)),
+        )
 
     def _complaints(self, each: SetUp) -> list[str]:
         """What is wrong with a set-up by itself."""

@@ -81,6 +81,17 @@ def test_split_gpus() -> None:
     assert set_ups.gpus_of("prefill-cp2", TWO) == ("0", "1")
 
 
+def test_ranks_that_share_a_gpu() -> None:
+    shared = set_ups.choose_gpus(("0",), None, None, None, 4)
+    assert shared == Gpus(("0",) * 4, ("0",) * 4)
+    assert list(set_ups.possible(shared))[-2:] == ["cp4-tp4", "cp4-dp4"]
+    assert set_ups.environment("bf16", "mooncake_tcp", shared.prefill)["CUDA_VISIBLE_DEVICES"] == "0"
+    assert set_ups.launch_module(shared.prefill) == "sglang_dspark_cp.smoke.launch_shared"
+    assert set_ups.launch_module(set_ups.gpus_of("prefill-tp1", shared)) == "sglang.launch_server"
+    with pytest.raises(UsageError, match=r"3 GPUs x 2 ranks; allowed are 1, 2, 4, 8"):
+        set_ups.choose_gpus(("0", "1", "2"), None, None, None, 2)
+
+
 def test_role_arguments() -> None:
     cp = set_ups.role_arguments("prefill-cp2", "mooncake_tcp", 1234)
     assert cp[:2] == ["--tp", "2"]
