@@ -49,7 +49,7 @@ def test_the_pattern_finds_machine_paths_and_nothing_else() -> None:
         assert not MACHINE_PATH.search(text)
 
 
-@pytest.mark.parametrize("folder", ["unit", "dist", "sglang", "mooncake", "repo", "gpu"])
+@pytest.mark.parametrize("folder", ["unit", "dist", "sglang", "mooncake", "repo", "gpu", "benchmark"])
 def test_git_does_not_ignore_a_test_folder(folder: str) -> None:
     if not (REPOSITORY / ".git").exists():
         pytest.skip("not a git checkout")

@@ -139,4 +139,10 @@ def problems(hooks: Iterable[Hook], root: Path) -> list[Problem]:
             )
         elif digest(definition) != hook.digest:
             found.append(Problem(hook.id, hook.target, f"body {digest(definition)}", f"reviewed body {hook.digest}"))
+        for target, reviewed in hook.reads:
+            other = source.find(target)
+            if other is None:
+                found.append(Problem(hook.id, target, "no such definition", "a function or method"))
+            elif digest(other) != reviewed:
+                found.append(Problem(hook.id, target, f"body {digest(other)}", f"reviewed body {reviewed}"))
     return found

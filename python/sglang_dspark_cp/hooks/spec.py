@@ -43,6 +43,7 @@ class Hook:
         why: what it is for.
         upstream: pull request that makes it unnecessary, or "none, because ...".
         remove_when: what has to be true to delete it.
+        reads: further definitions whose bodies the handler was written against, as (dotted path, digest).
     """
 
     id: str
@@ -57,3 +58,4 @@ class Hook:
     upstream: str
     remove_when: str
     kind: HookKind = HookKind.AROUND
+    reads: tuple[tuple[str, str], ...] = ()

@@ -274,21 +274,24 @@ class GpuRun:
     def _controls(self, group: ServerSet, like: SetUp) -> None:
         """Prefill servers with faults, in front of the decode server of a set-up that works."""
         assert like.prefill is not None
-        level = self.args.fault_level
-        off, on = {}, {}
-        for fault in self.faults:
-            if level != "default":
-                extra = {config.FAULT: fault, config.ALIGN: "off"}
-                off[fault] = self.make_server(f"fault-{_label(fault)}", like.prefill, extra)
-            if level != "off":
-                extra = {config.FAULT: self._once(fault)}
-                on[fault] = self.make_server(f"proof-{_label(fault)}", like.prefill, extra)
-        down = self.start(group, [*off.values(), *on.values()])
         decode = self.servers[like.answers]
-        for servers, work in ((off, self._control), (on, self._refusal)):
+        off = {fault: {config.FAULT: fault, config.ALIGN: "off"} for fault in self.faults}
+        on = {fault: {config.FAULT: self._once(fault)} for fault in self.faults}
+        for level, prefix, faults, work in (
+            ("off", "fault", off, self._control),
+            ("default", "proof", on, self._refusal),
+        ):
+            if self.args.fault_level not in (level, "both"):
+                continue
+            servers = {
+                fault: self.make_server(f"{prefix}-{_label(fault)}", like.prefill, extra)
+                for fault, extra in faults.items()
+            }
+            down = self.start(group, servers.values())
             for fault, server in servers.items():
                 if server.name not in down:
                     self._guarded(server.name, functools.partial(work, fault, server, decode))
+            group.stop(servers.values())  # so that all of them together need not fit in the GPUs' memory
 
     def _once(self, fault: str) -> str:
         """A fault of the first CP forward only; on the last CP rank alone if no rank is named."""

@@ -24,8 +24,9 @@ ROWS_TOLERANCE = 1e-2
 """Largest relative error (norm of the difference / norm, per row, e4m3 part and rotated part apart) of a CP row against
 the non-CP row of the same position. Holds for the oracle checkpoint from the position on where its first layer has the
 row to copy (`CheckpointInfo.first_settled_position`): there the values lie in the middle of the e4m3 codes. Before it,
-attention blends rows whose scores nearly tie, the last bit of a sum tips a value from one e4m3 code to the next, and one
-code is 6 to 12 % of it; such rows are held to `EARLY_ROWS_TOLERANCE`. With random weights errors are reported only."""
+attention blends rows whose scores nearly tie; the last bit of a sum tips a value from one e4m3 code to the next, and
+one code is 6 to 12 % of it. Such rows are held to `EARLY_ROWS_TOLERANCE`. With random weights errors are reported only.
+"""
 EARLY_ROWS_TOLERANCE = 0.25
 """Two e4m3 codes. A row of another position or request is off by about 1."""
 ACCEPT_TOLERANCE = 0.02
