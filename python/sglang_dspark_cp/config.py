@@ -4,6 +4,7 @@
 |---|---|---|
 | `SGLANG_DSPARK_CP` | `1`, `0` | `0` leaves SGLang untouched: no hook at all is registered |
 | `SGLANG_DSPARK_CP_ALIGN` | `rows`, `shape`, `off` | how much of the alignment proof runs |
+| `SGLANG_DSPARK_CP_DRAFT` | `context`, `full` | what of the draft a prefill worker holds |
 | `SGLANG_DSPARK_CP_FAULT` | empty, `KIND[@RANK][#N]` | test only: spoil draft rows (of the first N CP forwards) |
 | `SGLANG_DSPARK_CP_DUMP_DIR` | empty, a folder | debug only: write draft-KV rows and proposals there |
 """
@@ -21,10 +22,11 @@ from .errors import ConfigError
 
 ENABLED = "SGLANG_DSPARK_CP"
 ALIGN = "SGLANG_DSPARK_CP_ALIGN"
+DRAFT = "SGLANG_DSPARK_CP_DRAFT"
 FAULT = "SGLANG_DSPARK_CP_FAULT"
 DUMP_DIR = "SGLANG_DSPARK_CP_DUMP_DIR"
 
-NAMES = (ENABLED, ALIGN, FAULT, DUMP_DIR)
+NAMES = (ENABLED, ALIGN, DRAFT, FAULT, DUMP_DIR)
 """Every environment variable that this package reads."""
 
 
@@ -34,6 +36,13 @@ class AlignLevel(enum.Enum):
     OFF = "off"
     SHAPE = "shape"
     ROWS = "rows"
+
+
+class DraftParts(enum.Enum):
+    """What of the draft a prefill worker builds and loads (see `core.draft_prune`)."""
+
+    CONTEXT = "context"
+    FULL = "full"
 
 
 class FaultKind(enum.Enum):
@@ -67,6 +76,7 @@ class Config:
 
     enabled: bool = True
     align: AlignLevel = AlignLevel.ROWS
+    draft: DraftParts = DraftParts.CONTEXT
     fault: Fault | None = None
     dump_dir: Path | None = None
 
@@ -109,6 +119,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
     return Config(
         enabled=_choice(environ, ENABLED, ("1", "0")) == "1",
         align=AlignLevel(_choice(environ, ALIGN, ("rows", "shape", "off"))),
+        draft=DraftParts(_choice(environ, DRAFT, ("context", "full"))),
         fault=_fault(environ),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )

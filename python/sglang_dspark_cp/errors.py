@@ -23,6 +23,14 @@ class TransferError(DsparkCpError, RuntimeError):
     """Draft KV of a request cannot be sent because it was not injected completely."""
 
 
+class DraftLoadError(DsparkCpError, ValueError):
+    """The checkpoint does not hold what draft KV is made with, or not in the right shape."""
+
+
+class PrunedDraftError(DsparkCpError, RuntimeError):
+    """A prefill worker whose draft holds only what makes draft KV was asked to draft."""
+
+
 class ActivationError(SystemExit):
     """The plugin was asked for and cannot be installed completely.
 

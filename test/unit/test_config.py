@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark_cp import config
-from sglang_dspark_cp.config import AlignLevel, Config, Fault, FaultKind, from_environment
+from sglang_dspark_cp.config import AlignLevel, Config, DraftParts, Fault, FaultKind, from_environment
 from sglang_dspark_cp.errors import ConfigError
 
 
 def test_defaults() -> None:
-    assert from_environment({}) == Config(True, AlignLevel.ROWS, None, None)
+    assert from_environment({}) == Config(True, AlignLevel.ROWS, DraftParts.CONTEXT, None, None)
 
 
 def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,12 @@ def test_enabled(text: str, enabled: bool) -> None:
     assert from_environment({"SGLANG_DSPARK_CP": text}).enabled is enabled
 
 
+@pytest.mark.parametrize("parts", list(DraftParts))
+def test_draft_parts(parts: DraftParts) -> None:
+    assert from_environment({"SGLANG_DSPARK_CP_DRAFT": parts.value}).draft is parts
+    assert from_environment({}).draft is DraftParts.CONTEXT
+
+
 @pytest.mark.parametrize("level", list(AlignLevel))
 def test_align_levels(level: AlignLevel) -> None:
     assert from_environment({"SGLANG_DSPARK_CP_ALIGN": level.value}).align is level
@@ -50,6 +56,7 @@ def test_align_levels(level: AlignLevel) -> None:
         ("SGLANG_DSPARK_CP", "2", ["1", "0"]),
         ("SGLANG_DSPARK_CP_ALIGN", "ROWS", ["rows", "shape", "off"]),
         ("SGLANG_DSPARK_CP_ALIGN", "1", ["rows", "shape", "off"]),
+        ("SGLANG_DSPARK_CP_DRAFT", "pruned", ["context", "full"]),
     ],
 )
 def test_bad_choice_names_variable_value_and_allowed_ones(name: str, value: str, allowed: list[str]) -> None:

@@ -14,6 +14,10 @@ class Runtime:
 
     config: Config
     ledger: Ledger | None = None
+    draft_loading: bool = False
+    """Weights are being read for the draft now."""
+    draft_loaded: bool = False
+    """The draft has all its weights; later loads are updates."""
 
     @property
     def addressed(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config import DraftParts
 from ..core.capture import AuxCapture
 from ..core.gather import gather_rows
 from ..core.inject import BatchProof
@@ -22,6 +23,7 @@ from ..errors import TopologyError
 from ..faults import spoil_arrived, spoil_locations, spoil_packed, spoil_positions, spoil_streams
 from ..hooks.install import install
 from ..hooks.spec import Hook, ReliesOn, Tier
+from .draft_v0_5_17 import DRAFT_HOOKS
 from .runtime import runtime
 
 logger = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ def _require_bundled_draft(server_args: Any) -> None:
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     """Second tier: hook the model and the scheduler only in a worker that uses the feature."""
     if algorithm.is_dspark() and server_args.disaggregation_mode == "prefill" and server_args.attn_cp_size > 1:
-        install(WORKER_HOOKS)
+        install(PATH_HOOKS if runtime().config.draft is DraftParts.FULL else WORKER_HOOKS)
         logger.info(
             "sglang-dspark-cp: DSPARK on CP prefill is active, attn_cp_size=%d, alignment proof=%s",
             server_args.attn_cp_size,
@@ -434,7 +436,7 @@ EAGER_HOOKS = (
     ),
 )
 
-WORKER_HOOKS = (
+PATH_HOOKS = (
     Hook(
         id="no-decode-init",
         target=f"{_SRT}models.deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark.attach_shared_modules",
@@ -527,3 +529,6 @@ WORKER_HOOKS = (
         remove_when="the checks above go",
     ),
 )
+
+WORKER_HOOKS = (*PATH_HOOKS, *DRAFT_HOOKS)
+"""Every hook that a CP prefill worker can have; DRAFT_HOOKS are left out with SGLANG_DSPARK_CP_DRAFT=full."""

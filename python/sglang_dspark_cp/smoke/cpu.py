@@ -360,6 +360,8 @@ class _Run:
             "alignment_failures": counters["alignment_failures"],
             "alignment_errors_by_rank": [len(rank.errors) for rank in prefill],
             "leaked_pages": max(leaked),
+            "draft_bytes": first.draft_bytes,
+            "draft_bytes_stock": first.draft_bytes_stock,
             "state_senders": state_senders,
             "kv_senders": [r.cp_rank for r in prefill if "kv" in r.writes],
             "transfer_bytes": sum(sum(rank.writes.values()) for rank in prefill),

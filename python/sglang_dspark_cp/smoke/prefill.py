@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..core import reference
+from ..core.draft_prune import parameter_bytes
 from . import geometry as g
 from . import native
 from .arguments import fired_hooks
@@ -53,6 +54,9 @@ class PrefillReport:
     write_failures: int
     model_collectives: list[int]
     leaked_pages: int
+    draft_bytes: int
+    draft_bytes_stock: int
+    """Parameters of the whole draft; counted on rank 0 only."""
     stock_error: str = ""
 
 
@@ -94,15 +98,23 @@ class PrefillRank:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         self.algorithm = SpeculativeAlgorithm.DSPARK
-        worker_class = self.algorithm.create_worker(self.server_args)
-        self.model = build_model(self.cp_size, fused)
-        target = SmallTargetWorker(self.model, self.server_args, self.cp_size)
         draft_config = ModelConfig.from_server_args(
             self.server_args, model_path=self.server_args.model_path, is_draft_model=True
         )
-        torch.set_default_dtype(torch.bfloat16)
-        self.draft = DeepseekV4ForCausalLMDSpark(draft_config.hf_config, None, "")
-        torch.set_default_dtype(torch.float32)
+
+        def build_draft() -> Any:
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                return DeepseekV4ForCausalLMDSpark(draft_config.hf_config, None, "")
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+        # Before the hooks are there: what stock would hold. One rank is enough to know.
+        self.draft_bytes_stock = parameter_bytes(build_draft()) if self.config.rank == 0 else 0
+        worker_class = self.algorithm.create_worker(self.server_args)
+        self.model = build_model(self.cp_size, fused)
+        target = SmallTargetWorker(self.model, self.server_args, self.cp_size)
+        self.draft = build_draft()
         self.draft.load_weights(iter(draft_checkpoint().items()))
         lm_head = SimpleNamespace(
             org_vocab_size=g.VOCAB,
@@ -394,6 +406,8 @@ class PrefillRank:
             write_failures=sum(write.status != 0 for write in self.memory.writes),
             model_collectives=self.model_collectives,
             leaked_pages=self._leaked_pages(),
+            draft_bytes=parameter_bytes(self.draft),
+            draft_bytes_stock=self.draft_bytes_stock,
             stock_error=stock_error,
         )
 
