@@ -19,6 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_smoke(commands)
     _add_checkpoint(commands)
     _add_hooks(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -71,6 +72,14 @@ def _add_hooks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("hooks", help="the hook table: print it, or check it against the installed SGLang")
     hooks.add_arguments(parser)
     parser.set_defaults(run=hooks.run)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from . import plan
+
+    parser = commands.add_parser("plan", help="bytes, memory and time of each way to gather, for a model and a chunk")
+    plan.add_arguments(parser)
+    parser.set_defaults(run=plan.run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
