@@ -4,6 +4,7 @@
 |---|---|---|
 | `SGLANG_DSPARK_CP` | `1`, `0` | `0` leaves SGLang untouched: no hook at all is registered |
 | `SGLANG_DSPARK_CP_ALIGN` | `rows`, `shape`, `off` | how much of the alignment proof runs |
+| `SGLANG_DSPARK_CP_GATHER` | `auto`, `window`, `kv`, `context`, `packed` | what of each row is gathered |
 | `SGLANG_DSPARK_CP_DRAFT` | `context`, `full` | what of the draft a prefill worker holds |
 | `SGLANG_DSPARK_CP_FAULT` | empty, `KIND[@RANK][#N]` | test only: spoil draft rows (of the first N CP forwards) |
 | `SGLANG_DSPARK_CP_DUMP_DIR` | empty, a folder | debug only: write draft-KV rows and proposals there |
@@ -22,11 +23,12 @@ from .errors import ConfigError
 
 ENABLED = "SGLANG_DSPARK_CP"
 ALIGN = "SGLANG_DSPARK_CP_ALIGN"
+GATHER = "SGLANG_DSPARK_CP_GATHER"
 DRAFT = "SGLANG_DSPARK_CP_DRAFT"
 FAULT = "SGLANG_DSPARK_CP_FAULT"
 DUMP_DIR = "SGLANG_DSPARK_CP_DUMP_DIR"
 
-NAMES = (ENABLED, ALIGN, DRAFT, FAULT, DUMP_DIR)
+NAMES = (ENABLED, ALIGN, GATHER, DRAFT, FAULT, DUMP_DIR)
 """Every environment variable that this package reads."""
 
 
@@ -36,6 +38,21 @@ class AlignLevel(enum.Enum):
     OFF = "off"
     SHAPE = "shape"
     ROWS = "rows"
+
+
+class GatherMode(enum.Enum):
+    """What of each row travels between the CP ranks, the cheapest first; `core.costs` has the bytes."""
+
+    AUTO = "auto"
+    """The cheapest that is proved safe for the running configuration."""
+    WINDOW = "window"
+    """As `kv`, and only rows that a later read can reach."""
+    KV = "kv"
+    """The draft's KV rows before norm and rotation."""
+    CONTEXT = "context"
+    """The draft's context."""
+    PACKED = "packed"
+    """The captured hidden states themselves."""
 
 
 class DraftParts(enum.Enum):
@@ -76,6 +93,7 @@ class Config:
 
     enabled: bool = True
     align: AlignLevel = AlignLevel.ROWS
+    gather: GatherMode = GatherMode.AUTO
     draft: DraftParts = DraftParts.CONTEXT
     fault: Fault | None = None
     dump_dir: Path | None = None
@@ -119,6 +137,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
     return Config(
         enabled=_choice(environ, ENABLED, ("1", "0")) == "1",
         align=AlignLevel(_choice(environ, ALIGN, ("rows", "shape", "off"))),
+        gather=GatherMode(_choice(environ, GATHER, tuple(mode.value for mode in GatherMode))),
         draft=DraftParts(_choice(environ, DRAFT, ("context", "full"))),
         fault=_fault(environ),
         dump_dir=Path(dump_dir) if dump_dir else None,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from .config import Fault, FaultKind
-from .core.gather import ArrivedRows
 from .core.pack import PackedRows
 
 
@@ -25,27 +24,35 @@ def spoil_streams(fault: Fault | None, cp_rank: int, streams: torch.Tensor) -> t
 
 def spoil_packed(fault: Fault | None, cp_rank: int, packed: PackedRows) -> None:
     """`swap-rows`: this rank's rows move on by one. `zero-rows`: they are never written."""
+    rows = packed.buffer[: packed.rows]
     if _is(fault, FaultKind.SWAP_ROWS, cp_rank):
-        packed.buffer.copy_(packed.buffer.roll(1, dims=0))
+        rows.copy_(rows.roll(1, dims=0))
     if _is(fault, FaultKind.ZERO_ROWS, cp_rank):
-        packed.buffer.zero_()
+        rows.zero_()
 
 
-def spoil_arrived(
-    fault: Fault | None, cp_rank: int, cp_size: int, extend_lens: Sequence[int], arrived: ArrivedRows
-) -> ArrivedRows:
-    """`skip-restore`: rows stay rank after rank. `swap-requests`: rows of the batch move on by its first request, or
-    by half the batch when it holds one request only."""
-    tokens = arrived.hidden.shape[0]
-    if _is(fault, FaultKind.SKIP_RESTORE, cp_rank):
-        order = torch.cat([torch.arange(rank, tokens, cp_size) for rank in range(cp_size)])
-    elif _is(fault, FaultKind.SWAP_REQUESTS, cp_rank):
-        order = torch.arange(tokens).roll(extend_lens[0] if len(extend_lens) > 1 else tokens // 2)
+def spoil_order(
+    fault: Fault | None, cp_rank: int, extend_lens: Sequence[int], order: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`skip-restore`: rows are taken as if they arrived in global order. `swap-requests`: rows count as those that
+    stand one request, or half the batch when it holds one request only, further on.
+
+    order: [N] int64 on the CPU, global row of each gathered row, -1 for none.
+    """
+    skip, swap = _is(fault, FaultKind.SKIP_RESTORE, cp_rank), _is(fault, FaultKind.SWAP_REQUESTS, cp_rank)
+    if order is None or not (skip or swap):
+        return order
+    real = order >= 0
+    rows = order[real]
+    ascending = rows.sort().values
+    spoilt = order.clone()
+    if skip:
+        spoilt[real] = ascending
     else:
-        return arrived
-    order = order.to(arrived.hidden.device)
-    address = None if arrived.address is None else arrived.address[order]
-    return ArrivedRows(arrived.hidden[order], address, arrived.wire_bytes)
+        first = int((ascending < extend_lens[0]).sum())
+        step = first if len(extend_lens) > 1 else len(rows) // 2
+        spoilt[real] = ascending[(torch.searchsorted(ascending, rows) + step) % len(rows)]
+    return spoilt
 
 
 def spoil_locations(fault: Fault | None, cp_rank: int, cache_loc: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ package's core once, forks the ranks, and passes jobs from the test process to t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import pickle
@@ -54,7 +55,7 @@ class Outcome:
     """What one rank saw of one batch."""
 
     hidden: Any
-    """[T, A * H] as handed to injection."""
+    """[T, A * H] as injection takes them up, in global order."""
     expected: Any
     """[T, A * H], the same batch without CP."""
     locations: Any
@@ -118,7 +119,7 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
     from sglang_dspark_cp.core.capture import AuxCapture
     from sglang_dspark_cp.core.gather import gather_rows
     from sglang_dspark_cp.core.inject import BatchProof, Ledger
-    from sglang_dspark_cp.core.layout import rows_per_rank, shard
+    from sglang_dspark_cp.core.layout import rows_per_rank, send_all, shard
 
     class Layer(torch.nn.Module):
         def __init__(self, generator: torch.Generator) -> None:
@@ -191,10 +192,12 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
         elif addressed:
             capture.packed.write_address(capture.positions, shard(padded_loc, cp_size, cp_rank))
         faults.spoil_packed(fault, cp_rank, capture.packed)
-        arrived = gather_rows(capture.packed, tokens, cp_size, all_gather)
-        arrived = faults.spoil_arrived(fault, cp_rank, cp_size, batch.extend, arrived)
-        proof.note_arrived(arrived, missing)
-        hidden = arrived.hidden
+        arrived = gather_rows(capture.packed, send_all(tokens, cp_size), all_gather)
+        arrived = dataclasses.replace(
+            arrived, order=faults.spoil_order(fault, cp_rank, batch.extend, arrived.order)
+        )
+        hidden = torch.empty(tokens, 1)
+        proof.note_arrived(arrived, missing, hidden)
 
     wanted = faults.spoil_locations(fault, cp_rank, cache_loc)
     places = faults.spoil_positions(fault, cp_rank, positions)
@@ -208,6 +211,12 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
         expected_width=3 * batch.hidden,
         to_swa=lambda loc: torch.where(holes[loc], 0, loc),
     )
+    if tokens >= cp_size:
+        assert arrived.order is not None
+        real = arrived.order >= 0
+        by_row = arrived.order[real].argsort()
+        hidden = arrived.hidden[real][by_row]
+        locations = None if locations is None else locations[real][by_row]
     error = ledger.settle(proof, gather_words)
     complete = [
         ledger.require_complete(rid, start + length, 128)

@@ -9,7 +9,7 @@ from sglang_dspark_cp.core import reference
 from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
-from sglang_dspark_cp.core.layout import rows_per_rank, shard
+from sglang_dspark_cp.core.layout import rows_per_rank, send_all, shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,12 +67,11 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
         proof = BatchProof(["a"], [5], [tokens])
         capture = packed_of_rank(streams, positions, cache_loc, cp_size, 0)
         assert capture.packed is not None
-        arrived = gather_rows(capture.packed, tokens, cp_size, all_gather)
-        proof.note_arrived(arrived, capture.missing_rows())
+        arrived = gather_rows(capture.packed, send_all(tokens, cp_size), all_gather)
+        ticket = torch.empty(tokens, 1, device="cuda")
+        proof.note_arrived(arrived, capture.missing_rows(), ticket)
         width = LAYERS * HIDDEN
-        locations = proof.admit(
-            arrived.hidden, positions, cache_loc, expected_width=width, to_swa=lambda loc: mapping[loc]
-        )
+        locations = proof.admit(ticket, positions, cache_loc, expected_width=width, to_swa=lambda loc: mapping[loc])
         return proof, arrived.hidden, locations
 
     once()  # allocate pinned memory and load kernels
@@ -83,9 +82,10 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert torch.equal(hidden, torch.cat([each.mean(dim=1) for each in streams], dim=1))
+    order = send_all(tokens, cp_size).order.cuda()
+    assert torch.equal(hidden, torch.cat([each.mean(dim=1) for each in streams], dim=1)[order])
     assert locations is not None
-    assert torch.equal(locations, cache_loc)
+    assert torch.equal(locations, cache_loc[order])
     assert proof.words().tolist()[9:13] == [0, 0, -1, 0]
 
 

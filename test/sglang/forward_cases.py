@@ -10,25 +10,31 @@ from typing import Any
 
 import torch
 
+from sglang_dspark_cp.config import GatherMode
 from sglang_dspark_cp.core.inject import BatchProof
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke.processes import RankConfig
 from sglang_dspark_cp.smoke.ranks import join_groups, without_gpu
 from sglang_dspark_cp.smoke.target import build_model
+from sglang_dspark_cp.smoke.weights import draft_checkpoint
 
 
 @dataclass(frozen=True)
 class Forward:
     """What one rank saw of one forward."""
 
-    hidden: torch.Tensor | None
-    """[rows, A * H] of the hooked forward under CP."""
-    stock: torch.Tensor
-    """[T, A * H]: stock, without CP, on the same tokens."""
+    rows: torch.Tensor | None
+    """[sent tokens, width] of the hooked forward, in global order."""
+    which: list[int]
+    """Their global rows, ascending."""
+    expected: torch.Tensor
+    """[T, width]: what the same tokens give without CP: stock's captured states, projected as far as the mode does."""
+    through: tuple[int, ...]
+    """Shape of what goes through the engine in place of the rows."""
     last_equal: bool
-    """Whether the last hidden state of the T tokens is stock's."""
-    before_head: tuple[int, ...]
-    """Shape of the streams before the head, under CP."""
+    """Whether the hidden states for the LM head are stock's: of all tokens, or of each request's last one."""
+    heads: int
+    """How many hidden states for the LM head came."""
     collectives: list[int]
     """Bytes that this rank gave to each collective of the attention-CP group in the hooked forward."""
     stock_collectives: list[int]
@@ -43,6 +49,7 @@ class ForwardRank:
 
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         import sglang.srt.models.deepseek_v4 as deepseek_v4
+        import sglang.srt.models.deepseek_v4_dspark as deepseek_v4_dspark
         from sglang.srt import runtime_context
         from sglang.srt.distributed import parallel_state
         from sglang.srt.plugins import load_plugins
@@ -54,6 +61,7 @@ class ForwardRank:
         server_args = pickle.loads(config.options["server_args"])
         # Held in a list: SGLang's registry rebinds names of modules only, so this stays stock's.
         self.stock_forward = [deepseek_v4.DeepseekV4Model.forward]
+        self.stock_markov_head = [deepseek_v4_dspark.DSparkV4MarkovHead.__init__]
         load_plugins()
         without_gpu()
         runtime_context.publish(server_args, role="scheduler")
@@ -62,6 +70,8 @@ class ForwardRank:
         join_groups(self.cp_size, self.rank, config.options["port"], dp_size=1, cp_size=server_args.attn_cp_size)
         SpeculativeAlgorithm.DSPARK.create_worker(server_args)
         assert deepseek_v4.DeepseekV4Model.forward is not self.stock_forward[0]
+        self.draft = self._draft(server_args)
+        runtime().draft, runtime().cp_rank = self.draft, self.rank
         self.models = {fused: build_model(self.cp_size, fused) for fused in (True, False)}
         self.ledger = runtime().require_ledger(self.rank)
         self.group = parallel_state.get_attn_cp_group()
@@ -73,6 +83,26 @@ class ForwardRank:
             gather(output, rows)
 
         self.group.all_gather_into_tensor = counted
+
+    def _draft(self, server_args: Any) -> Any:
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
+
+        config = ModelConfig.from_server_args(server_args, model_path=server_args.model_path, is_draft_model=True)
+        torch.set_default_dtype(torch.bfloat16)
+        draft = DeepseekV4ForCausalLMDSpark(config.hf_config, None, "")
+        torch.set_default_dtype(torch.float32)
+        draft.load_weights(iter(draft_checkpoint().items()))
+        return draft
+
+    def _projected(self, hidden: torch.Tensor, mode: GatherMode) -> torch.Tensor:
+        """[T, A * H] -> what the mode gathers of these rows, by the draft's own methods on all rows at once."""
+        if mode is GatherMode.PACKED:
+            return hidden
+        context = self.draft.project_target_hidden(hidden)
+        if mode is GatherMode.CONTEXT:
+            return context
+        return torch.cat([stage.self_attn.wkv(context)[0] for stage in self.draft.stages], dim=1)
 
     def _batch(self, extend: list[int], prefix: list[int], padded: int, cp: bool) -> tuple[Any, Any, Any]:
         """(ids [padded], positions [padded], forward batch) as the runner hands them to the model."""
@@ -96,6 +126,8 @@ class ForwardRank:
             seq_lens_cpu=torch.tensor(seq_lens),
             out_cache_loc=pad(locations),
             attn_cp_metadata=None,
+            return_logprob=False,
+            multi_item_delimiter_indices=None,
             can_run_tbo=False,
             tbo_children=None,
         )
@@ -111,8 +143,14 @@ class ForwardRank:
         return model
 
     @torch.no_grad()
-    def forward(self, extend: list[int], prefix: list[int], fused: bool) -> Forward:
+    def forward(
+        self, extend: list[int], prefix: list[int], fused: bool, mode: str = "packed", logprobs: bool = False
+    ) -> Forward:
         """One batch three times: stock without CP, stock with CP and no capture, hooked with both."""
+        from sglang_dspark_cp.adapters.runtime import runtime
+
+        state = runtime()
+        state.mode, state.window, state.page = GatherMode(mode), g.WINDOW, g.PAGE
         tokens = sum(extend)
         padded = -(-tokens // self.cp_size) * self.cp_size
         stock = self.stock_forward[0]
@@ -124,29 +162,72 @@ class ForwardRank:
 
         model = self._model(fused, True)
         ids, positions, batch = self._batch(extend, prefix, padded, True)
+        batch.return_logprob = logprobs
         proof = BatchProof([str(index) for index in range(len(extend))], prefix, extend)
         self.ledger.begin(proof)
         self.collectives.clear()
-        (last, before_head), hidden = model.forward(ids, positions, batch, None)
+        (last, _), through = model.forward(ids, positions, batch, None)
         self.ledger.current = None
+        rows, order = proof.payload, proof._order
+        assert rows is not None
         proof.admit(
-            hidden,
+            through,
             positions[:tokens],
             batch.out_cache_loc[:tokens],
-            expected_width=hidden.shape[1],
+            expected_width=rows.shape[1],
             to_swa=lambda locations: locations,
         )
+        if order is None:
+            which = list(range(tokens))
+        else:
+            real = order >= 0
+            rows = rows[real][order[real].argsort()]
+            which = sorted(order[real].tolist())
+        ends = torch.tensor(extend).cumsum(0) - 1
+        wanted_last = stock_last if (last.shape[0] >= tokens and order is None) or logprobs else stock_last[ends]
         return Forward(
-            hidden,
-            torch.cat(aux, dim=-1),
-            torch.equal(last[:tokens], stock_last),
-            tuple(before_head.shape),
+            rows,
+            which,
+            self._projected(torch.cat(aux, dim=-1), GatherMode.PACKED if order is None else state.mode),
+            tuple(through.shape),
+            torch.equal(last[: len(wanted_last)], wanted_last),
+            last.shape[0],
             list(self.collectives),
             stock_collectives,
             proof.words().tolist()[9:13] == [0, 0, -1, 0],
             vars(self.ledger.counters).copy(),
             model.dspark_layers_to_capture == list(g.CAPTURED_LAYERS),
         )
+
+    @torch.no_grad()
+    def logits_rows(self, extend: list[int]) -> tuple[list[float], list[float]]:
+        """What the logits processor picks: from the hooked forward's rows, and, stock, from all rows."""
+        from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+        from sglang_dspark_cp.adapters.runtime import runtime
+
+        tokens = sum(extend)
+        every = torch.arange(float(tokens)).unsqueeze(1)
+        ends = torch.tensor(extend).cumsum(0) - 1
+        metadata = LogitsMetadata(
+            forward_mode=ForwardMode.EXTEND,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            extend_seq_lens=torch.tensor(extend, dtype=torch.int32),
+            extend_seq_lens_cpu=list(extend),
+        )
+        processor = LogitsProcessor.__new__(LogitsProcessor)
+        ticket = torch.zeros(tokens, 1)
+
+        def pick(rows: torch.Tensor) -> list[float]:
+            found = LogitsProcessor._get_pruned_states(processor, rows, None, ticket, metadata)
+            picked: list[float] = found[0].flatten().tolist()
+            return picked
+
+        runtime().last_hidden = heads = every[ends]
+        ours = pick(heads)
+        assert runtime().last_hidden is None
+        return ours, pick(every)
 
     @torch.no_grad()
     def fail_in_a_layer(self) -> tuple[str, bool, int]:
@@ -178,7 +259,8 @@ class ForwardRank:
         """What stock's Markov head says to an LM head with that many shards, in a group with attention TP 1."""
         from sglang.srt.models.deepseek_v4_dspark import DSparkV4MarkovHead
 
-        head = DSparkV4MarkovHead(vocab_size=g.VOCAB, markov_rank=32)
+        head = DSparkV4MarkovHead.__new__(DSparkV4MarkovHead)
+        self.stock_markov_head[0](head, vocab_size=g.VOCAB, markov_rank=32)
         lm_head = SimpleNamespace(
             org_vocab_size=g.VOCAB,
             tp_size=lm_head_shards,

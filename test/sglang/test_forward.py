@@ -61,24 +61,76 @@ def ask(pool: RankPool, ranks: list[RankProcess], method: str, *arguments: Any) 
     return pool.collect(ranks, 30.0)
 
 
+MODES = ["packed", "context", "kv", "window"]
+ROW_BYTES = {
+    "packed": AUX_WIDTH * 2 + 16,
+    "context": g.HIDDEN * 2 + 16,
+    "kv": g.STAGES * g.ROW * 2 + 16,
+    "window": g.STAGES * g.ROW * 2 + 16,
+}
+
+
+def reachable(extend: list[int], prefix: list[int]) -> list[int]:
+    """Rows that the draft can read: the last W of a chunk, and the last W before each page boundary."""
+    found, row = [], 0
+    for length, start in zip(extend, prefix, strict=True):
+        for position in range(start, start + length):
+            if position >= start + length - g.WINDOW or position % g.PAGE >= g.PAGE - g.WINDOW:
+                found.append(row)
+            row += 1
+    return found
+
+
+def wire_bytes(which: list[int], extend: list[int], cp_size: int, mode: str) -> int:
+    """Bytes that each rank gives to the one gather: the busiest rank's rows, and the rows for the LM head behind."""
+
+    def busiest(rows: list[int]) -> int:
+        return max(sum(row % cp_size == rank for row in rows) for rank in range(cp_size))
+
+    rows = -(-sum(extend) // cp_size) if mode != "window" else busiest(which)
+    last = [sum(extend[: index + 1]) - 1 for index in range(len(extend))]
+    tail = -(-busiest(last) * g.HIDDEN * 2 // ROW_BYTES[mode])
+    return (rows + tail) * ROW_BYTES[mode]
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_rows_equal_stock_without_cp(pool: RankPool, ranks: Ranks, cp_size: int, fused: bool) -> None:
+def test_rows_equal_stock_without_cp(pool: RankPool, ranks: Ranks, cp_size: int, mode: str, fused: bool) -> None:
     for extend, prefix in BATCHES:
         tokens = sum(extend)
-        by_rank: list[Forward] = ask(pool, ranks[cp_size], "forward", extend, prefix, fused)
+        wanted = reachable(extend, prefix) if mode == "window" else list(range(tokens))
+        by_rank: list[Forward] = ask(pool, ranks[cp_size], "forward", extend, prefix, fused, mode)
         for seen in by_rank:
-            assert seen.stock.shape == (tokens, AUX_WIDTH)
-            assert seen.hidden is not None
-            assert torch.equal(seen.hidden, seen.stock)
+            assert seen.which == wanted
+            assert seen.rows is not None
+            assert torch.equal(seen.rows, seen.expected[wanted])
+            assert seen.through == (tokens, 1)
             assert seen.last_equal
+            assert seen.heads == len(extend)
             assert seen.addresses_right
             assert seen.capture_restored
-            # Stock's own gather of the streams, and one more: rows of A * H and 16 bytes of address.
+            # Stock gathers all streams before the head; here one gather brings rows, addresses and heads.
             rows = -(-tokens // cp_size)
             assert seen.stock_collectives == [rows * g.STREAMS * g.HIDDEN * 2]
-            assert sorted(seen.collectives) == sorted([*seen.stock_collectives, rows * (AUX_WIDTH * 2 + 16)])
-        assert by_rank[0].stock.ne(0).any()
+            assert seen.collectives == [wire_bytes(wanted, extend, cp_size, mode)]
+        assert by_rank[0].expected.ne(0).any()
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_all_rows_before_the_head_where_logprobs_are_wanted(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
+    for seen in ask(pool, ranks[cp_size], "forward", [13, 5], [0, 0], True, "kv", True):
+        assert seen.last_equal
+        assert seen.heads == -(-18 // cp_size) * cp_size
+        rows = -(-18 // cp_size)
+        assert seen.collectives == [rows * g.STREAMS * g.HIDDEN * 2, rows * ROW_BYTES["kv"]]
+        assert torch.equal(seen.rows, seen.expected)
+
+
+def test_the_logits_processor_picks_the_same_rows(pool: RankPool, ranks: Ranks) -> None:
+    for extend in ([13], [3, 4, 9], [1] * 9):
+        for ours, stock in ask(pool, ranks[2], "logits_rows", extend):
+            assert ours == stock
 
 
 def test_counters_follow(pool: RankPool, ranks: Ranks) -> None:
@@ -92,7 +144,7 @@ def test_counters_follow(pool: RankPool, ranks: Ranks) -> None:
             "aux_collectives": 1,
             "rows_captured": 4,
             "rows_gathered": 13,
-            "gather_bytes": 3 * 4 * (AUX_WIDTH * 2 + 16),
+            "gather_bytes": 3 * wire_bytes(list(range(13)), [13], 4, "packed"),
         }
 
 
@@ -103,18 +155,10 @@ def test_fewer_tokens_than_ranks(
 ) -> None:
     for seen in ask(pool, ranks[4], "forward", extend, prefix, fused):
         assert seen.collectives == []
-        assert seen.hidden is not None
-        assert seen.hidden.shape == (sum(extend), AUX_WIDTH)
-        assert torch.equal(seen.hidden, seen.stock)
+        assert seen.through == (sum(extend), AUX_WIDTH)
+        assert torch.equal(seen.rows, seen.expected)
+        assert seen.last_equal
         assert seen.capture_restored
-
-
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-def test_what_the_draft_gets_is_not_the_state_before_the_head(pool: RankPool, ranks: Ranks, fused: bool) -> None:
-    for seen in ask(pool, ranks[4], "forward", [16], [0], fused):
-        assert seen.before_head == (16, g.STREAMS * g.HIDDEN)
-        assert seen.hidden is not None
-        assert seen.hidden.shape == (16, AUX_WIDTH)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -124,7 +168,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(pool: RankPool, ranks: Rank
         assert restored
         assert hooks_left == 0
     for seen in ask(pool, ranks[cp_size], "forward", [13], [0], False):
-        assert torch.equal(seen.hidden, seen.stock)
+        assert torch.equal(seen.rows, seen.expected)
 
 
 @pytest.mark.compat

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark_cp import config
-from sglang_dspark_cp.config import AlignLevel, Config, DraftParts, Fault, FaultKind, from_environment
+from sglang_dspark_cp.config import AlignLevel, Config, DraftParts, Fault, FaultKind, GatherMode, from_environment
 from sglang_dspark_cp.errors import ConfigError
 
 
 def test_defaults() -> None:
-    assert from_environment({}) == Config(True, AlignLevel.ROWS, DraftParts.CONTEXT, None, None)
+    assert from_environment({}) == Config(True, AlignLevel.ROWS, GatherMode.AUTO, DraftParts.CONTEXT, None, None)
 
 
 def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,11 @@ def test_enabled(text: str, enabled: bool) -> None:
     assert from_environment({"SGLANG_DSPARK_CP": text}).enabled is enabled
 
 
+@pytest.mark.parametrize("mode", list(GatherMode))
+def test_gather_modes(mode: GatherMode) -> None:
+    assert from_environment({"SGLANG_DSPARK_CP_GATHER": mode.value}).gather is mode
+
+
 @pytest.mark.parametrize("parts", list(DraftParts))
 def test_draft_parts(parts: DraftParts) -> None:
     assert from_environment({"SGLANG_DSPARK_CP_DRAFT": parts.value}).draft is parts
@@ -56,6 +61,7 @@ def test_align_levels(level: AlignLevel) -> None:
         ("SGLANG_DSPARK_CP", "2", ["1", "0"]),
         ("SGLANG_DSPARK_CP_ALIGN", "ROWS", ["rows", "shape", "off"]),
         ("SGLANG_DSPARK_CP_ALIGN", "1", ["rows", "shape", "off"]),
+        ("SGLANG_DSPARK_CP_GATHER", "all", ["auto", "window", "kv", "context", "packed"]),
         ("SGLANG_DSPARK_CP_DRAFT", "pruned", ["context", "full"]),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 
 from sglang_dspark_cp import faults
 from sglang_dspark_cp.config import Fault, FaultKind
-from sglang_dspark_cp.core.gather import ArrivedRows
+from sglang_dspark_cp.core.layout import send_all, send_some
 from sglang_dspark_cp.core.pack import PackedRows, RowFormat
 
 RANK = 1
@@ -18,12 +18,6 @@ def packed_rows(rows: int = 3) -> PackedRows:
     packed.slot(0).copy_(torch.arange(rows * 4).view(rows, 4))
     packed.write_address(torch.arange(rows) + 10, torch.arange(rows) + 20)
     return packed
-
-
-def arrived_rows(tokens: int = 10, addressed: bool = True) -> ArrivedRows:
-    rows = torch.arange(tokens)
-    address = torch.stack((rows, rows), 1) if addressed else None
-    return ArrivedRows(rows.float().unsqueeze(1), address, 7)
 
 
 def changed_stages(fault: Fault | None, cp_rank: int) -> set[str]:
@@ -37,9 +31,9 @@ def changed_stages(fault: Fault | None, cp_rank: int) -> set[str]:
     faults.spoil_packed(fault, cp_rank, packed)
     if not torch.equal(packed.buffer.view(torch.int32), before):
         changed.add("packed")
-    arrived = arrived_rows()
-    if faults.spoil_arrived(fault, cp_rank, 4, [4, 6], arrived) is not arrived:
-        changed.add("arrived")
+    order = send_all(10, 4).order
+    if faults.spoil_order(fault, cp_rank, [4, 6], order) is not order:
+        changed.add("order")
     locations, positions = torch.arange(5), torch.arange(5)
     if faults.spoil_locations(fault, cp_rank, locations) is not locations:
         changed.add("locations")
@@ -53,8 +47,8 @@ STAGE = {
     FaultKind.DROP_ROW: "streams",
     FaultKind.SWAP_ROWS: "packed",
     FaultKind.ZERO_ROWS: "packed",
-    FaultKind.SKIP_RESTORE: "arrived",
-    FaultKind.SWAP_REQUESTS: "arrived",
+    FaultKind.SKIP_RESTORE: "order",
+    FaultKind.SWAP_REQUESTS: "order",
     FaultKind.WRONG_LOC: "locations",
     FaultKind.SHIFT_POSITIONS: "positions",
 }
@@ -93,20 +87,39 @@ def test_zero_rows_wipes_rows_and_address() -> None:
     assert packed.buffer.view(torch.int32).eq(0).all()
 
 
-def test_skip_restore_leaves_rows_rank_after_rank() -> None:
-    spoilt = faults.spoil_arrived(Fault(FaultKind.SKIP_RESTORE), 0, 4, [10], arrived_rows())
-    assert spoilt.hidden.flatten().tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 3, 7]
-    assert spoilt.address is not None
-    assert spoilt.address[:, 0].tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 3, 7]
-    assert spoilt.wire_bytes == 7
+def test_a_tail_is_never_spoilt() -> None:
+    packed = PackedRows(RowFormat(1, 4, torch.float32), 2, torch.device("cpu"), tail=3)
+    for kind in (FaultKind.SWAP_ROWS, FaultKind.ZERO_ROWS):
+        packed.write_tail(torch.tensor([1.0, 2.0, 3.0]))
+        faults.spoil_packed(Fault(kind), 0, packed)
+        assert packed.buffer[2:].view(-1)[:3].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_skip_restore_takes_rows_as_they_come() -> None:
+    order = send_all(10, 4).order
+    assert order.tolist() == [0, 4, 8, 1, 5, 9, 2, 6, -1, 3, 7, -1]
+    spoilt = faults.spoil_order(Fault(FaultKind.SKIP_RESTORE), 0, [10], order)
+    assert spoilt is not None
+    assert spoilt.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1, 8, 9, -1]
 
 
 def test_swap_requests_moves_rows_on_by_the_first_request() -> None:
-    spoilt = faults.spoil_arrived(Fault(FaultKind.SWAP_REQUESTS), 0, 4, [4, 6], arrived_rows())
-    assert spoilt.hidden.flatten().tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4, 5]
-    half = faults.spoil_arrived(Fault(FaultKind.SWAP_REQUESTS), 0, 4, [10], arrived_rows(addressed=False))
-    assert half.hidden.flatten().tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
-    assert half.address is None
+    order = send_all(10, 4).order
+    spoilt = faults.spoil_order(Fault(FaultKind.SWAP_REQUESTS), 0, [4, 6], order)
+    assert spoilt is not None
+    assert spoilt.tolist() == [4, 8, 2, 5, 9, 3, 6, 0, -1, 7, 1, -1]
+    half = faults.spoil_order(Fault(FaultKind.SWAP_REQUESTS), 0, [10], order)
+    assert half is not None
+    assert half.tolist() == [5, 9, 3, 6, 0, 4, 7, 1, -1, 8, 2, -1]
+
+
+def test_orders_of_some_rows_are_spoilt_among_themselves() -> None:
+    order = send_some(torch.tensor([3, 4, 8, 9]), 10, 2, 0).order
+    assert order.tolist() == [4, 8, 3, 9]
+    swapped = faults.spoil_order(Fault(FaultKind.SWAP_REQUESTS), 0, [5, 5], order)
+    assert swapped is not None
+    assert swapped.tolist() == [9, 3, 8, 4]
+    assert faults.spoil_order(Fault(FaultKind.SWAP_REQUESTS), 0, [5, 5], None) is None
 
 
 def test_wrong_loc_takes_the_neighbours_location() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..config import AlignLevel, Config, Fault
+from ..config import AlignLevel, Config, Fault, GatherMode
 from ..core.inject import BatchProof, Ledger
 
 
@@ -14,6 +15,19 @@ class Runtime:
 
     config: Config
     ledger: Ledger | None = None
+    mode: GatherMode = GatherMode.PACKED
+    """Decided when the worker is made; never AUTO."""
+    page: int | None = None
+    """Tokens of a page that the prefix cache hands out whole, None without a prefix cache."""
+    window: int = 0
+    """W, tokens."""
+    cp_rank: int = 0
+    draft: Any = None
+    """The draft model, from the first batch on."""
+    heads: Any = None
+    """Rows for the LM head of the forward that runs now (`Heads` of the adapter)."""
+    last_hidden: Any = None
+    """[requests, H], on its way from the forward to the logits processor."""
     draft_loading: bool = False
     """Weights are being read for the draft now."""
     draft_loaded: bool = False

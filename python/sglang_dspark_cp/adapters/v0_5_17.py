@@ -1,7 +1,7 @@
 """SGLang 0.5.17: the release in which the feature is missing.
 
-Handlers take engine objects, call `core`, write back. Shapes: see `core`. In this release the model itself splits the
-batch: the runner pads ids, positions and cache locations to Tp = C * P before the forward.
+Handlers take engine objects, call `core`, write back. Here: arguments, the worker, the scheduler, and the table of all
+hooks; the forward itself is in `forward_v0_5_17`, the draft's construction in `draft_v0_5_17`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ..config import DraftParts
-from ..core.capture import AuxCapture
-from ..core.gather import gather_rows
 from ..core.inject import BatchProof
-from ..core.layout import rows_per_rank, shard
 from ..core.topology import PrefillTopology, require_live_groups, require_supported
 from ..errors import TopologyError
-from ..faults import spoil_arrived, spoil_locations, spoil_packed, spoil_positions, spoil_streams
 from ..hooks.install import install
 from ..hooks.spec import Hook, ReliesOn, Tier
 from .draft_v0_5_17 import DRAFT_HOOKS
+from .forward_v0_5_17 import gather_before_head, inject_target_hidden, model_forward, pruned_states
+from .gather_mode import CacheSetup, choose
 from .runtime import runtime
 
 logger = logging.getLogger(__name__)
@@ -60,6 +58,26 @@ def topology_of(server_args: Any) -> PrefillTopology:
         hierarchical_cache=server_args.enable_hierarchical_cache,
         cache_layer_split=server_args.enable_dsa_cache_layer_split,
         pdmux=server_args.enable_pdmux,
+        two_batch_overlap=server_args.enable_two_batch_overlap,
+    )
+
+
+def cache_setup_of(server_args: Any) -> CacheSetup:
+    """What a `ServerArgs` says about who may read draft rows again."""
+    doubts = {
+        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
+        "--enable-streaming-session": server_args.enable_streaming_session,
+        "--enable-session-radix-cache": server_args.enable_session_radix_cache,
+        "--enable-lmcache": server_args.enable_lmcache,
+        "--enable-flexkv": server_args.enable_flexkv,
+        "--enable-hisparse": server_args.enable_hisparse,
+        "--radix-cache-backend": server_args.radix_cache_backend is not None,
+    }
+    return CacheSetup(
+        radix=not server_args.disable_radix_cache,
+        page=int(server_args.page_size),
+        window=int(server_args.get_model_config().sliding_window_size),
+        unproved=tuple(flag for flag, on in doubts.items() if on),
     )
 
 
@@ -105,11 +123,17 @@ def _require_bundled_draft(server_args: Any) -> None:
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
     """Second tier: hook the model and the scheduler only in a worker that uses the feature."""
     if algorithm.is_dspark() and server_args.disaggregation_mode == "prefill" and server_args.attn_cp_size > 1:
-        install(PATH_HOOKS if runtime().config.draft is DraftParts.FULL else WORKER_HOOKS)
+        state = runtime()
+        setup = cache_setup_of(server_args)
+        state.mode, why = choose(state.config.gather, setup)
+        state.page, state.window = setup.cache_page, setup.window
+        install(PATH_HOOKS if state.config.draft is DraftParts.FULL else WORKER_HOOKS)
         logger.info(
-            "sglang-dspark-cp: DSPARK on CP prefill is active, attn_cp_size=%d, alignment proof=%s",
+            "sglang-dspark-cp: DSPARK on CP prefill is active, attn_cp_size=%d, alignment proof=%s, gather=%s (%s)",
             server_args.attn_cp_size,
-            runtime().config.align.value,
+            state.config.align.value,
+            state.mode.value,
+            why,
         )
         if (fault := runtime().config.fault) is not None:
             logger.warning("sglang-dspark-cp: draft rows are spoilt on purpose: %s", fault)
@@ -144,7 +168,8 @@ def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_pu
     if batch.forward_mode.is_idle():
         return original(worker, batch, on_publish)
     state = runtime()
-    ledger = state.require_ledger(_cp_rank())
+    state.cp_rank, state.draft = _cp_rank(), worker._kv_injector.draft_model
+    ledger = state.require_ledger(state.cp_rank)
     proof = BatchProof(
         [req.rid for req in batch.reqs],
         batch.prefix_lens,
@@ -166,102 +191,6 @@ def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_pu
     result.logits_output.hidden_states = None
     result.dspark_cp_proof = proof
     return result
-
-
-def model_forward(
-    original: Callable[..., Any], model: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kw: Any
-) -> Any:
-    """Run the target and return its aux hidden states as one tensor [T, A * H] in global order."""
-    from sglang.srt.layers.attention.dsa.utils import dsa_use_prefill_cp
-
-    layer_ids = model.dspark_layers_to_capture
-    proof = runtime().proof
-    if layer_ids is None or proof is None:
-        return original(model, input_ids, positions, forward_batch, *args, **kw)
-    if dsa_use_prefill_cp(forward_batch):
-        return _forward_on_shard(original, model, proof, layer_ids, input_ids, positions, forward_batch, *args, **kw)
-    output, aux = original(model, input_ids, positions, forward_batch, *args, **kw)
-    hidden = torch.cat([rows[: proof.tokens] for rows in aux], dim=-1)
-    proof.note_local(hidden)
-    return output, hidden
-
-
-def _forward_on_shard(
-    original: Callable[..., Any],
-    model: Any,
-    proof: BatchProof,
-    layer_ids: list[int],
-    input_ids: Any,
-    positions: Any,
-    forward_batch: Any,
-    *args: Any,
-    **kw: Any,
-) -> Any:
-    from sglang.srt.layers.dp_attention import attn_cp_all_gather_into_tensor
-
-    state = runtime()
-    ledger = state.require_ledger(_cp_rank())
-    ledger.counters.cp_forwards += 1
-    fault, cp_rank, cp_size = state.fault, ledger.cp_rank, model.cp_size
-
-    def streams(layer: Any, output: Any) -> torch.Tensor:
-        hidden, residual, post, comb = output
-        finished = layer.hc_post(hidden, residual, post, comb) if model.use_fused_mhc_post_pre else hidden
-        return spoil_streams(fault, cp_rank, finished)
-
-    rows = rows_per_rank(proof.tokens, cp_size)
-    capture = AuxCapture(model.layers, layer_ids, streams, expected_rows=rows, addressed=state.addressed)
-    # With layers to capture stock refuses CP; the capture above takes their place for the time of this call.
-    model.dspark_layers_to_capture = None
-    try:
-        with capture:
-            output = original(model, input_ids, positions, forward_batch, *args, **kw)
-    finally:
-        model.dspark_layers_to_capture = layer_ids
-    packed = capture.packed
-    if packed is None:
-        raise RuntimeError(f"none of the captured layers {layer_ids} ran in this forward of {proof.tokens} tokens")
-    missing = capture.missing_rows()
-    if state.addressed:
-        local_loc = shard(forward_batch.out_cache_loc, cp_size, cp_rank)
-        if missing or capture.positions is None or not capture.positions.shape[0] == local_loc.shape[0] == rows:
-            packed.forget_address()
-        else:
-            packed.write_address(capture.positions, local_loc)
-    spoil_packed(fault, cp_rank, packed)
-    arrived = gather_rows(packed, proof.tokens, cp_size, attn_cp_all_gather_into_tensor)
-    arrived = spoil_arrived(fault, cp_rank, cp_size, [end - start for start, end in proof.spans], arrived)
-    proof.note_arrived(arrived, missing)
-    counters = ledger.counters
-    counters.aux_collectives += 1
-    counters.gather_bytes += arrived.wire_bytes
-    counters.rows_captured += rows
-    counters.rows_gathered += proof.tokens
-    return output, arrived.hidden
-
-
-def inject_target_hidden(
-    original: Callable[..., None], injector: Any, *, target_hidden: Any, cache_loc: Any, positions: Any, **rest: Any
-) -> None:
-    """Prove the rows against the locations they are to be written to; write only rows that passed."""
-    state = runtime()
-    proof = state.proof
-    if proof is None or target_hidden is None:
-        return original(injector, target_hidden=target_hidden, cache_loc=cache_loc, positions=positions, **rest)
-    draft = injector.draft_model
-    pool = injector.draft_model_runner.token_to_kv_pool
-    if proof.used_cp:
-        cache_loc = spoil_locations(state.fault, _cp_rank(), cache_loc)
-        positions = spoil_positions(state.fault, _cp_rank(), positions)
-    locations = proof.admit(
-        target_hidden,
-        positions.to(target_hidden.device, non_blocking=True),
-        cache_loc.to(target_hidden.device, non_blocking=True),
-        expected_width=draft.num_target_features * int(draft.config.hidden_size),
-        to_swa=pool.translate_loc_from_full_to_swa,
-    )
-    if locations is not None:
-        original(injector, target_hidden=target_hidden, cache_loc=locations, positions=positions, **rest)
 
 
 # ------------------------------------------------------------------------------------------------------ scheduler
@@ -472,9 +401,35 @@ PATH_HOOKS = (
         tier=Tier.WORKER,
         relies_on=ReliesOn.BODY,
         process="prefill scheduler, every batch",
-        why="stock raises NotImplementedError when capture meets CP; capture on the shard, one all-gather",
+        why="stock raises NotImplementedError when capture meets CP; capture and project on the shard, one all-gather",
         upstream="sgl-project/sglang: capture under CP since 0.5.18 (one collective per layer), packed since 0.5.23",
         remove_when="0.5.17 is no longer supported",
+    ),
+    Hook(
+        id="head-on-shard",
+        target=f"{_SRT}layers.utils.cp_utils.cp_all_gather_rerange_output",
+        handler=gather_before_head,
+        parameters=("input_tensor", "cp_size", "forward_batch", "stream"),
+        digest="d70e118ff169",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.SIGNATURE,
+        process="prefill scheduler, at the end of every CP forward",
+        why="stock gathers all streams [T, 4, H] before the head, of which one row per request is used",
+        upstream="none, because every release up to 0.5.23 gathers them",
+        remove_when="SGLang runs the head on the shard",
+    ),
+    Hook(
+        id="head-rows",
+        target=f"{_SRT}layers.logits_processor.LogitsProcessor._get_pruned_states",
+        handler=pruned_states,
+        parameters=("self", "hidden_states", "hidden_states_before_norm", "aux_hidden_states", "logits_metadata"),
+        digest="74d200690e7b",
+        tier=Tier.WORKER,
+        relies_on=ReliesOn.BODY,
+        process="prefill scheduler, every batch",
+        why="only the rows that it would pick are there, so it picks by request instead of by token",
+        upstream="none, because it follows from head-on-shard",
+        remove_when="head-on-shard goes",
     ),
     Hook(
         id="align-inject",

@@ -89,31 +89,35 @@ def mismatches(address: torch.Tensor, positions: torch.Tensor, cache_loc: torch.
     """Which rows arrived with another address than the one they are to be injected with.
 
     Args:
-        address: [T, 2] int64, (position, location) carried by the rows.
-        positions, cache_loc: [T], what injection is going to use.
+        address: [N, 2] int64, (position, location) carried by the rows.
+        positions, cache_loc: [N], what injection is going to use.
 
     Returns:
-        [T, 2] bool.
+        [N, 2] bool.
     """
     wanted = torch.stack((positions.to(torch.int64), cache_loc.to(torch.int64)), dim=1)
     return address != wanted
 
 
-def device_words(bad: torch.Tensor | None, unmapped: torch.Tensor, batch_digest: torch.Tensor) -> torch.Tensor:
+def device_words(
+    bad: torch.Tensor | None, unmapped: torch.Tensor, batch_digest: torch.Tensor, order: torch.Tensor | None = None
+) -> torch.Tensor:
     """The `DEVICE_WORDS` int64 of a verdict.
 
     Args:
-        bad: [T, 2] bool from `mismatches`, or None when the rows carried no address (no gather took place).
-        unmapped: [T] bool, locations without a slot in the sliding-window pool.
+        bad: [N, 2] bool from `mismatches`, or None when the rows carried no address (no gather took place).
+        unmapped: [N] bool, locations without a slot in the sliding-window pool.
         batch_digest: scalar from `digest`.
+        order: [N] int64, global row of each row; None: row n is global row n.
     """
-    tokens = unmapped.shape[0]
+    rows = unmapped.shape[0]
     if bad is None:
-        bad = torch.zeros(tokens, 2, dtype=torch.bool, device=unmapped.device)
+        bad = torch.zeros(rows, 2, dtype=torch.bool, device=unmapped.device)
     counts = bad.sum(dim=0)
-    row = torch.arange(tokens, dtype=torch.int64, device=bad.device)
-    first = torch.where(bad.any(dim=1), row, tokens).amin()
-    first = torch.where(first == tokens, -1, first)
+    row = torch.arange(rows, dtype=torch.int64, device=bad.device) if order is None else order
+    none = torch.iinfo(torch.int64).max
+    first = torch.where(bad.any(dim=1), row, none).amin()
+    first = torch.where(first == none, -1, first)
     return torch.stack((counts[0], counts[1], first, unmapped.sum(), batch_digest))
 
 

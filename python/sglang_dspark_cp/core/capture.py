@@ -27,11 +27,13 @@ class AuxCapture:
         streams: how to get the finished streams from a layer's output.
         expected_rows: P, rows that this rank must deliver.
         addressed: whether packed rows carry an address.
+        select: [rows] int64 on the layers' device, the local rows to keep; None: all P.
+        tail: elements that the buffer holds behind the rows.
 
     After the forward, `packed` holds the rows (None if no captured layer ran), `captured` the number of rows that
     each layer delivered, and `positions` the positions [rows] that the layers themselves were run with.
 
-    Cost: one mean kernel per captured layer, no concatenation, no host sync.
+    Cost: one mean kernel per captured layer (and one row gather with `select`), no concatenation, no host sync.
     """
 
     def __init__(
@@ -42,12 +44,16 @@ class AuxCapture:
         *,
         expected_rows: int,
         addressed: bool,
+        select: torch.Tensor | None = None,
+        tail: int = 0,
     ) -> None:
         self._layers = layers
         self._layer_ids = tuple(layer_ids)
         self._streams = streams
         self._expected_rows = expected_rows
         self._addressed = addressed
+        self._select = select
+        self._tail = tail
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.packed: PackedRows | None = None
         self.captured: dict[int, int] = {}
@@ -71,13 +77,23 @@ class AuxCapture:
             streams = self._streams(layer, output)
             if self.packed is None:
                 row_format = RowFormat(len(self._layer_ids), streams.shape[-1], streams.dtype, self._addressed)
-                self.packed = PackedRows(row_format, self._expected_rows, streams.device)
-            rows = min(streams.shape[0], self._expected_rows)
-            torch.mean(streams[:rows], dim=1, out=self.packed.slot(slot)[:rows])
+                rows = self._expected_rows if self._select is None else self._select.shape[0]
+                self.packed = PackedRows(row_format, rows, streams.device, self._tail)
+            self._store_mean(streams, self.packed.slot(slot))
             self.captured[layer_id] = streams.shape[0]
             self.positions = kwargs["positions"]
 
         return store
+
+    def _store_mean(self, streams: torch.Tensor, slot: torch.Tensor) -> None:
+        delivered = streams.shape[0]
+        if self._select is None:
+            rows = min(delivered, self._expected_rows)
+            torch.mean(streams[:rows], dim=1, out=slot[:rows])
+        elif delivered:
+            # A short layer is reported by `missing_rows`; here it only must not be read beyond its end.
+            select = self._select if delivered >= self._expected_rows else self._select.clamp(max=delivered - 1)
+            torch.mean(streams.index_select(0, select), dim=1, out=slot)
 
     def missing_rows(self) -> int:
         """How many rows the worst captured layer failed to deliver (negative: it delivered too many)."""

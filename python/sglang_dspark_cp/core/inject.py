@@ -48,6 +48,8 @@ class BatchProof:
         self.request_ids = tuple(request_ids)
         self.spans = tuple((start, start + length) for start, length in zip(prefix_lens, extend_lens, strict=True))
         self.tokens = sum(extend_lens)
+        self.rows = self.tokens
+        """Rows that are written; fewer than tokens where only reachable rows are sent."""
         self.check_shape = check_shape
         self.check_rows = check_rows
         self.used_cp = False
@@ -55,20 +57,48 @@ class BatchProof:
         """What the ledger knows of each request; a request that starts anew meanwhile has another entry there."""
         self._hidden: torch.Tensor | None = None
         self._address: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None
+        self._ticket: torch.Tensor | None = None
         self._missing_rows = 0
         self._counts = HostCounts(self.tokens, 0, 0, 0, 0, 0, 0, 0, 0)
         self._device_words: torch.Tensor | None = None
 
     def note_local(self, hidden: torch.Tensor) -> None:
         """Hidden rows [T, A * H] that this rank computed whole (a batch with fewer tokens than CP ranks)."""
-        self._hidden = hidden
+        self._hidden = self._ticket = hidden
 
-    def note_arrived(self, arrived: ArrivedRows, missing_rows: int) -> None:
-        """Rows that the gather brought, and how many rows this rank itself failed to capture."""
+    @property
+    def payload(self) -> torch.Tensor | None:
+        """The rows, [N, width], until they are admitted."""
+        return self._hidden
+
+    def note_arrived(
+        self, arrived: ArrivedRows, missing_rows: int, ticket: torch.Tensor | None = None, rows: int | None = None
+    ) -> None:
+        """Rows that the gather brought.
+
+        Args:
+            arrived: the rows.
+            missing_rows: how many rows this rank itself failed to capture.
+            ticket: [T, 1], what goes through the engine in place of the rows and comes back to `admit`; None: the
+                rows themselves do.
+            rows: how many of them belong to tokens; None: all T.
+        """
         self.used_cp = True
         self._hidden = arrived.hidden
+        self._ticket = arrived.hidden if ticket is None else ticket
         self._address = arrived.address
         self._missing_rows = missing_rows
+        self.rows = self.tokens if rows is None else rows
+        if arrived.order is not None:
+            self._order = to_device(arrived.order, arrived.hidden.device)
+
+    def arranged(self, values: torch.Tensor, nothing: int = 0) -> torch.Tensor:
+        """Values [T] of the batch in the order of the rows, [N]; `nothing` where a row belongs to no token."""
+        order = self._order
+        if order is None:
+            return values
+        return torch.where(order >= 0, values[order.clamp(min=0)], nothing)
 
     def admit(
         self,
@@ -82,44 +112,50 @@ class BatchProof:
         """Check what is about to be injected; no host sync.
 
         Args:
-            hidden: [rows, width]; positions, cache_loc: [rows], on one device.
-            expected_width: A * H as the draft's projection takes it.
+            hidden: [T, ...], the rows or their ticket as the engine hands them to injection.
+            positions, cache_loc: [T], on one device.
+            expected_width: elements per row as the draft takes them up.
 
         Returns:
-            The locations to write to, [T], with `NOT_WRITTEN` for each row that failed its proof; None if nothing may
-            be written at all. Never raises: the verdict is settled by all ranks together, see `settle`.
+            The locations to write to, in the order of the rows, [N], with `NOT_WRITTEN` for each row that failed its
+            proof or belongs to no token; None if nothing may be written at all. Never raises: the verdict is settled
+            by all ranks together, see `settle`.
         """
-        ours = self._hidden
-        foreign = ours is None or hidden.data_ptr() != ours.data_ptr()
+        ours, ticket = self._hidden, self._ticket
+        foreign = ours is None or ticket is None or hidden.data_ptr() != ticket.data_ptr()
         self._counts = HostCounts(
             expected_rows=self.tokens,
             hidden_rows=hidden.shape[0],
             positions=positions.shape[0],
             locations=cache_loc.shape[0],
-            width=hidden.shape[1],
+            width=hidden.shape[1] if ours is None or ticket is ours else ours.shape[1],
             expected_width=expected_width,
             missing_rows=self._missing_rows,
             foreign_hidden=int(foreign),
             injected=1,
         )
-        address, self._hidden, self._address = self._address, None, None
+        address, self._hidden, self._address, self._ticket = self._address, None, None, None
+        order = self._order
         if not self.check_shape:
-            return cache_loc
+            return self.arranged(cache_loc, NOT_WRITTEN)
         unproved = self._missing_rows and not self.check_rows  # with addresses, the rows themselves fail below
         if unproved or not self._counts.consistent():
             return None
+        wanted = self.arranged(cache_loc, NOT_WRITTEN)
         if not self.check_rows or not self.tokens:
-            return cache_loc
-        unmapped = to_swa(cache_loc) <= 0
-        bad = mismatches(address, positions, cache_loc) if address is not None else None
-        self._device_words = _to_host(device_words(bad, unmapped, digest(positions, cache_loc)))
+            return wanted
+        unmapped = to_swa(wanted) <= 0
+        bad = mismatches(address, self.arranged(positions), wanted) if address is not None else None
+        if order is not None:
+            unmapped &= order >= 0
+            bad = None if bad is None else bad & (order >= 0).unsqueeze(1)
+        self._device_words = _to_host(device_words(bad, unmapped, digest(positions, cache_loc), order))
         failed = unmapped if bad is None else unmapped | bad.any(dim=1)
-        return torch.where(failed, NOT_WRITTEN, cache_loc)
+        return torch.where(failed, NOT_WRITTEN, wanted)
 
     def drop_hidden(self) -> None:
         """Let go of the raw hidden rows on every exit path."""
-        self._hidden = None
-        self._address = None
+        self._hidden = self._address = self._order = self._ticket = None
 
     def words(self) -> torch.Tensor:
         """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host."""
@@ -127,6 +163,13 @@ class BatchProof:
         tail = [0, 0, -1, 0, 0] if on_device is None else on_device.tolist()
         assert len(tail) == DEVICE_WORDS
         return torch.tensor(self._counts.words() + tail, dtype=torch.int64)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Integers of the host on `device`, by a copy from pinned memory that the host does not wait for."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(words: torch.Tensor) -> torch.Tensor:
@@ -205,7 +248,7 @@ class Ledger:
                 progress = proof.runs.get(request_id)
                 if progress is not None and progress.injected == start:
                     progress.injected = end
-            self.counters.rows_injected += proof.tokens
+            self.counters.rows_injected += proof.rows
             return None
         error = AlignmentError(
             f"draft KV of a prefill batch of {proof.tokens} tokens is not aligned"

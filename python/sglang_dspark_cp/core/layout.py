@@ -1,11 +1,21 @@
 """Round-robin ("interleave") context-parallel layout of one batch: pure integer arithmetic and views.
 
 Global row g of the flattened batch lives on rank g % C as its local row g // C. Legend of symbols: `core`.
+
+Rows are never moved back into global order: a pool write is a scatter, so it is enough to know for each gathered row
+which global row it is, and to put positions and locations (integers) into that order.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+
+NO_ROW = -1
+"""Stands in an order where a gathered row is padding."""
 
 
 def rows_per_rank(tokens: int, cp_size: int) -> int:
@@ -32,19 +42,57 @@ def shard(global_rows: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor
     return global_rows[cp_rank::cp_size]
 
 
-def to_global_order(gathered: torch.Tensor, tokens: int, cp_size: int) -> torch.Tensor:
-    """Rows of an all-gather in global token order, without padding.
+@dataclass(frozen=True)
+class SendPlan:
+    """Which rows every rank puts into the gather. All ranks make the same plan from the batch's lengths alone.
 
-    Args:
-        gathered: [C * P, ...], rank after rank as an all-gather leaves it.
+    Attributes:
         tokens: T.
-
-    Returns:
-        [T, ...], always a contiguous copy (transposing C and P moves every row).
+        cp_size: C.
+        rows: rows per rank, the same on every rank.
+        order: [C * rows] int64 on the CPU: global row of each gathered row, `NO_ROW` for padding.
+        local: [rows] int64 on the CPU: local rows that this rank sends (padding repeats one); None: all P, in order.
     """
-    per_rank = rows_per_rank(tokens, cp_size)
-    if gathered.shape[0] != cp_size * per_rank:
-        raise ValueError(f"expected {cp_size} x {per_rank} gathered rows for {tokens} tokens, got {gathered.shape[0]}")
-    stacked = gathered.view(cp_size, per_rank, *gathered.shape[1:])
-    ordered = stacked.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    return ordered.view(gathered.shape)[:tokens]
+
+    tokens: int
+    cp_size: int
+    rows: int
+    order: torch.Tensor
+    local: torch.Tensor | None = None
+
+    @property
+    def sent(self) -> int:
+        """Rows of real tokens that are gathered."""
+        return self.tokens if self.local is None else int((self.order >= 0).sum())
+
+    def gathered_order(self, tail_rows: int = 0) -> torch.Tensor:
+        """`order` where each rank's block is followed by `tail_rows` rows that are no rows of tokens."""
+        if not tail_rows:
+            return self.order
+        blocks = self.order.view(self.cp_size, self.rows)
+        return torch.nn.functional.pad(blocks, (0, tail_rows), value=NO_ROW).flatten()
+
+
+@functools.lru_cache(maxsize=64)
+def send_all(tokens: int, cp_size: int) -> SendPlan:
+    """Every rank sends its P rows."""
+    rows = rows_per_rank(tokens, cp_size)
+    order = torch.arange(rows * cp_size).view(rows, cp_size).T.flatten()
+    return SendPlan(tokens, cp_size, rows, torch.where(order < tokens, order, NO_ROW))
+
+
+def send_some(kept: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> SendPlan:
+    """Every rank sends those of the global rows `kept` [K] (int64, CPU, ascending) that it owns."""
+    mine = [kept[kept % cp_size == rank] for rank in range(cp_size)]
+    rows = max((len(each) for each in mine), default=0)
+    order = torch.full((cp_size, rows), NO_ROW)
+    for rank, each in enumerate(mine):
+        order[rank, : len(each)] = each
+    local = torch.zeros(rows, dtype=torch.int64)
+    local[: len(mine[cp_rank])] = mine[cp_rank] // cp_size
+    return SendPlan(tokens, cp_size, rows, order.flatten(), local)
+
+
+def last_rows(extend_lens: Sequence[int]) -> torch.Tensor:
+    """Global row of each request's last token, [requests] int64 on the CPU: the rows that meet the LM head."""
+    return torch.tensor(extend_lens, dtype=torch.int64).cumsum(0) - 1

@@ -1,10 +1,13 @@
-"""One buffer per rank and forward that holds every captured layer's hidden rows and each row's own address.
+"""One buffer per rank and forward: what of each token is sent, and each row's own address.
 
 Row of the buffer, in elements of the hidden dtype:
 
-    [ layer 0: H | layer 1: H | ... | layer A-1: H | (fill to 8 bytes) | position: int64 | cache_loc: int64 ]
+    [ slot 0 | slot 1 | ... | (fill to 8 bytes) | position: int64 | cache_loc: int64 ]
 
-The two int64 words are the row's address. They travel with the row, so that what arrives can prove its order.
+Slots are the captured layers (A of width H), the draft's context (1 of width H) or its KV rows before norm and rotation
+(S of width D), depending on the gather mode. The two int64 words are the row's address. They travel with the row, so
+that what arrives can prove its order. Behind the rows a buffer may carry a tail: hidden states of the tokens that meet
+the LM head, in as many rows as they fill.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ class RowFormat:
     """Widths of a packed row.
 
     Attributes:
-        layers: A.
-        hidden: H, elements per captured layer.
-        dtype: dtype of the hidden rows.
+        layers: number of slots.
+        hidden: elements per slot.
+        dtype: dtype of the rows.
         addressed: whether rows carry their address (off only when the alignment proof is off or shape-only).
     """
 
@@ -37,7 +40,7 @@ class RowFormat:
 
     @property
     def payload(self) -> int:
-        """A * H, elements of hidden state per row."""
+        """Elements per row without the address."""
         return self.layers * self.hidden
 
     @property
@@ -60,28 +63,40 @@ class RowFormat:
 
 
 class PackedRows:
-    """The rows of one rank: buffer [P, width]. Each captured layer is written in place, nothing is concatenated."""
+    """The rows of one rank: buffer [rows + tail rows, width]. Each slot is written in place, nothing is concatenated.
 
-    def __init__(self, row_format: RowFormat, rows: int, device: torch.device) -> None:
+    Args:
+        row_format: of the rows.
+        rows: rows of tokens.
+        device: where the buffer lies.
+        tail: elements behind the rows.
+    """
+
+    def __init__(self, row_format: RowFormat, rows: int, device: torch.device, tail: int = 0) -> None:
         self.format = row_format
-        self.buffer = torch.empty(rows, row_format.width, dtype=row_format.dtype, device=device)
+        self.rows = rows
+        self.tail_rows = -(-tail // row_format.width)
+        self.buffer = torch.empty(rows + self.tail_rows, row_format.width, dtype=row_format.dtype, device=device)
 
-    @property
-    def rows(self) -> int:
-        """P."""
-        return self.buffer.shape[0]
+    def payload(self) -> torch.Tensor:
+        """View [rows, payload] of the rows without their addresses."""
+        return payload_of(self.buffer[: self.rows], self.format)
 
     def slot(self, index: int) -> torch.Tensor:
-        """View [P, H] of the slot of captured layer `index`."""
+        """View [rows, slot width] of slot `index`."""
         start = index * self.format.hidden
-        return self.buffer[:, start : start + self.format.hidden]
+        return self.buffer[: self.rows, start : start + self.format.hidden]
+
+    def write_tail(self, values: torch.Tensor) -> None:
+        """Put `values` (at most as many elements as were asked for) behind the rows."""
+        self.buffer[self.rows :].view(-1)[: values.numel()] = values.reshape(-1)
 
     def address(self) -> torch.Tensor:
-        """View [P, 2] int64 of position and cache location."""
-        return address_of(self.buffer, self.format)
+        """View [rows, 2] int64 of position and cache location."""
+        return address_of(self.buffer[: self.rows], self.format)
 
     def write_address(self, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """Store the address of each row: positions [P] and cache_loc [P], any integer dtype."""
+        """Store the address of each row: positions [rows] and cache_loc [rows], any integer dtype."""
         words = self.address()
         words[:, 0] = positions
         words[:, 1] = cache_loc
@@ -97,5 +112,5 @@ def address_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 
 
 def payload_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """View [..., A * H] of the hidden states inside packed rows [..., width]."""
+    """View [..., payload] of what packed rows [..., width] carry beside their address."""
     return rows[..., : row_format.payload]

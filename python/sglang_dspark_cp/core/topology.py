@@ -27,6 +27,7 @@ class PrefillTopology:
     hierarchical_cache: bool = False
     cache_layer_split: bool = False
     pdmux: bool = False
+    two_batch_overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,15 @@ def violations(topology: PrefillTopology) -> list[Violation]:
                 "separate prefill and decode servers",
                 "split prefill runs the layers outside the forward that captures hidden rows",
                 "leave out --enable-pdmux",
+            )
+        )
+    if t.two_batch_overlap:
+        found.append(
+            Violation(
+                "two-batch overlap",
+                "one batch at a time on the prefill side",
+                "overlapped layers do not show their finished hidden states one after the other",
+                "leave out --enable-two-batch-overlap",
             )
         )
     return found

@@ -116,6 +116,8 @@ class SmallTargetWorker:
             seq_lens_cpu=batch.seq_lens,
             out_cache_loc=pad(batch.out_cache_loc),
             attn_cp_metadata=None,
+            return_logprob=False,
+            multi_item_delimiter_indices=None,
             can_run_tbo=False,
             tbo_children=None,
         )

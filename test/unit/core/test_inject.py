@@ -196,6 +196,61 @@ def test_level_off_checks_nothing() -> None:
     assert batch.admit(cache_loc=cache_loc, expected_width=99) is cache_loc
 
 
+def arranged_batch(order: Sequence[int], ticket: bool = True) -> tuple[Batch, torch.Tensor]:
+    """The batch with its rows as a gather leaves them; what the engine hands to `admit`."""
+    batch = Batch()
+    rows = torch.tensor(order)
+    picked = rows.clamp(min=0)
+    assert batch.address is not None
+    batch.hidden, batch.address = batch.hidden[picked], batch.address[picked]
+    through = torch.empty(7, 1) if ticket else batch.hidden
+    arrived = ArrivedRows(batch.hidden, batch.address, 0, rows)
+    batch.proof.note_arrived(arrived, 0, through, int((rows >= 0).sum()))
+    return batch, through
+
+
+@given(st.permutations([0, 1, 2, 3, 4, 5, 6, -1, -1]))
+def test_locations_and_positions_follow_the_rows(order: list[int]) -> None:
+    batch, ticket = arranged_batch(order)
+    assert batch.proof.payload is batch.hidden
+    locations = batch.admit(hidden=ticket)
+    assert locations is not None
+    assert locations.tolist() == [NOT_WRITTEN if row < 0 else int(batch.cache_loc[row]) for row in order]
+    places = batch.proof.arranged(batch.positions).tolist()
+    assert places == [0 if row < 0 else int(batch.positions[row]) for row in order]
+    assert batch.device()[:4] == [0, 0, -1, 0]
+    assert batch.counts() == HostCounts(7, 7, 7, 7, WIDTH, WIDTH, 0, 0, 1)
+    assert batch.proof.rows == 7
+
+
+def test_only_sent_rows_are_written_and_judged() -> None:
+    batch, ticket = arranged_batch([5, -1, 2])
+    batch.cache_loc[0] = 500  # no slot, and not sent
+    locations = batch.admit(hidden=ticket)
+    assert locations is not None
+    assert locations.tolist() == [42, NOT_WRITTEN, 12]
+    assert batch.device()[:4] == [0, 0, -1, 0]
+    assert batch.proof.rows == 2
+
+
+def test_the_first_bad_row_is_named_by_its_global_number() -> None:
+    batch, ticket = arranged_batch([6, 4, 2, -1, 0])
+    assert batch.address is not None
+    batch.address[1, 0] += 1  # global row 4
+    batch.address[2, 1] += 1  # global row 2
+    batch.address[3] = 77  # padding
+    locations = batch.admit(hidden=ticket)
+    assert locations is not None
+    assert locations.tolist() == [43, NOT_WRITTEN, NOT_WRITTEN, NOT_WRITTEN, 10]
+    assert batch.device()[:4] == [1, 1, 2, 0]
+
+
+def test_another_ticket_is_foreign() -> None:
+    batch, _ = arranged_batch([0, 1, 2, 3, 4, 5, 6])
+    assert batch.admit(hidden=torch.empty(7, 1)) is None
+    assert batch.counts().foreign_hidden == 1
+
+
 def test_words_have_their_size_before_and_after() -> None:
     batch = Batch().arrive()
     before = batch.proof.words()

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark_cp.core.layout import global_row, owned_rows, rows_per_rank, shard, to_global_order
+from sglang_dspark_cp.core.layout import (
+    NO_ROW,
+    global_row,
+    last_rows,
+    owned_rows,
+    rows_per_rank,
+    send_all,
+    send_some,
+    shard,
+)
 
 tokens_and_ranks = st.tuples(st.integers(0, 400), st.integers(1, 16))
 
@@ -26,12 +35,38 @@ def gathered_rows(rows: torch.Tensor, cp_size: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@given(tokens_and_ranks, st.integers(1, 5))
-def test_shards_of_all_ranks_with_nan_padding_come_back_in_global_order(shape: tuple[int, int], width: int) -> None:
+@given(tokens_and_ranks)
+def test_the_order_names_the_global_row_of_each_gathered_row(shape: tuple[int, int]) -> None:
     tokens, cp_size = shape
-    rows = torch.arange(tokens * width, dtype=torch.float32).view(tokens, width)
-    back = to_global_order(gathered_rows(rows, cp_size), tokens, cp_size)
-    assert torch.equal(back, rows)
+    gathered = gathered_rows(torch.arange(tokens, dtype=torch.float32).unsqueeze(1), cp_size).squeeze(1)
+    plan = send_all(tokens, cp_size)
+    assert plan.rows == rows_per_rank(tokens, cp_size)
+    assert plan.sent == tokens
+    assert torch.equal(gathered.nan_to_num(NO_ROW).long(), plan.order)
+
+
+@given(tokens_and_ranks, st.data())
+def test_ranks_that_send_some_rows_agree_on_them(shape: tuple[int, int], data: st.DataObject) -> None:
+    tokens, cp_size = shape
+    kept = sorted(data.draw(st.sets(st.integers(0, max(0, tokens - 1)), max_size=tokens)))
+    plans = [send_some(torch.tensor(kept, dtype=torch.int64), tokens, cp_size, rank) for rank in range(cp_size)]
+    assert all(torch.equal(plan.order, plans[0].order) and plan.rows == plans[0].rows for plan in plans)
+    assert sorted(row for row in plans[0].order.tolist() if row != NO_ROW) == kept
+    for rank, plan in enumerate(plans):
+        assert plan.local is not None
+        mine = plan.order.view(cp_size, plan.rows)[rank]
+        real = mine != NO_ROW
+        assert torch.equal(plan.local[real] * cp_size + rank, mine[real])
+        assert all(0 <= row < max(1, rows_per_rank(tokens, cp_size)) for row in plan.local.tolist())
+
+
+def test_a_tail_stands_behind_each_ranks_rows_and_is_no_row() -> None:
+    assert send_all(3, 2).gathered_order(2).tolist() == [0, 2, -1, -1, 1, -1, -1, -1]
+    assert send_all(3, 2).gathered_order() is send_all(3, 2).order
+
+
+def test_last_rows() -> None:
+    assert last_rows([3, 1, 4]).tolist() == [2, 3, 7]
 
 
 @given(tokens_and_ranks)
@@ -56,34 +91,18 @@ def test_thirteen_tokens_on_eight_ranks() -> None:
     assert [owned_rows(13, 8, rank) for rank in range(8)] == [2, 2, 2, 2, 2, 1, 1, 1]
     assert shard(torch.arange(13), 8, 3).tolist() == [3, 11]
     assert shard(torch.arange(13), 8, 6).tolist() == [6]
-    pad = -1
-    arrived = torch.tensor([0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, pad, 6, pad, 7, pad])
-    assert to_global_order(arrived, 13, 8).tolist() == list(range(13))
+    pad = NO_ROW
+    assert send_all(13, 8).order.tolist() == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, pad, 6, pad, 7, pad]
 
 
 def test_seven_tokens_on_two_ranks() -> None:
-    assert to_global_order(torch.tensor([0, 2, 4, 6, 1, 3, 5, -1]), 7, 2).tolist() == [0, 1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(("tokens", "cp_size"), [(13, 8), (8, 8), (5, 1), (16, 8)])
-def test_global_order_is_a_copy_that_shares_no_memory_with_the_receive_buffer(tokens: int, cp_size: int) -> None:
-    arrived = torch.arange(cp_size * rows_per_rank(tokens, cp_size)).unsqueeze(1).repeat(1, 2)
-    back = to_global_order(arrived, tokens, cp_size)
-    before = back.clone()
-    arrived.zero_()
-    assert torch.equal(back, before)
+    assert send_all(7, 2).order.tolist() == [0, 2, 4, 6, 1, 3, 5, NO_ROW]
 
 
 def test_shard_is_a_view() -> None:
     rows = torch.zeros(10)
     shard(rows, 4, 1).fill_(1)
     assert rows.nonzero().flatten().tolist() == [1, 5, 9]
-
-
-@pytest.mark.parametrize("rows", [15, 17, 13])
-def test_another_number_of_gathered_rows_is_refused(rows: int) -> None:
-    with pytest.raises(ValueError, match=f"expected 8 x 2 gathered rows for 13 tokens, got {rows}"):
-        to_global_order(torch.zeros(rows, 1), 13, 8)
 
 
 def test_arguments_out_of_range_are_refused() -> None:

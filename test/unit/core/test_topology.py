@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "HiCache": ({"hierarchical_cache": True}, "hierarchical cache", "--enable-hierarchical-cache"),
     "layer split": ({"cache_layer_split": True}, "layers split", "--enable-dsa-cache-layer-split"),
     "pdmux": ({"pdmux": True}, "PD multiplexing", "--enable-pdmux"),
+    "two batches": ({"two_batch_overlap": True}, "two-batch overlap", "--enable-two-batch-overlap"),
 }
 
 
@@ -68,13 +69,14 @@ def test_all_violations_are_named_at_once() -> None:
     worst = PrefillTopology(
         tp_size=8, dp_size=2, pp_size=2, attn_cp_size=8, cp_strategy="zigzag", transfer_backend="nixl", dcp_size=2,
         cp_v2=True, unified_kv=True, hierarchical_cache=True, cache_layer_split=True, pdmux=True,
+        two_batch_overlap=True,
     )  # fmt: skip
     found = violations(worst)
-    assert len(found) == 11
+    assert len(found) == 12
     with pytest.raises(TopologyError) as caught:
         require_supported(worst)
     text = str(caught.value)
-    assert "11 setting(s)" in text
+    assert "12 setting(s)" in text
     for number, violation in enumerate(found, 1):
         assert f"{number}. {violation}" in text
 

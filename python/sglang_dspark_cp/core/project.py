@@ -1,0 +1,47 @@
+"""The draft's projection of captured rows, as far as a gather mode does it before the gather.
+
+    hidden [N, A * H]  --context-->  [N, H]  --kv-->  S x [N, D]
+
+Both steps work row by row, so each rank can do them on its own shard: fewer bytes travel, and no rank projects what
+another one has projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from .pack import PackedRows, RowFormat
+
+
+class Projection(Protocol):
+    """The draft's two projections."""
+
+    def context(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, A * H] -> [N, H]: `main_proj` and `main_norm`."""
+        ...
+
+    def kv(self, context: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[N, H] -> for each of the S stages [N, D]: `wkv`, before norm and rotation."""
+        ...
+
+
+def pack_context(projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0) -> PackedRows:
+    """Wire rows [N, H] of captured rows; the address is still to be written."""
+    return _pack([projection.context(captured.payload())], addressed, tail)
+
+
+def pack_kv(projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0) -> PackedRows:
+    """Wire rows [N, S * D] of captured rows; the address is still to be written."""
+    return _pack(projection.kv(projection.context(captured.payload())), addressed, tail)
+
+
+def _pack(parts: Sequence[torch.Tensor], addressed: bool, tail: int) -> PackedRows:
+    first = parts[0]
+    row_format = RowFormat(len(parts), first.shape[1], first.dtype, addressed)
+    packed = PackedRows(row_format, first.shape[0], first.device, tail)
+    for index, part in enumerate(parts):
+        packed.slot(index).copy_(part)
+    return packed
