@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sglang_dspark_cp import config
 from sglang_dspark_cp.core import costs
-from sglang_dspark_cp.smoke import cuda, geometry
+from sglang_dspark_cp.smoke import cuda, geometry, set_ups
 from sglang_dspark_cp.smoke.checkpoint import Geometry, model_config
 from sglang_dspark_cp.smoke.processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
 
@@ -389,8 +389,8 @@ def page_cache_note(runs: Sequence[Mapping[str, Any]]) -> str:
     return (
         "posix_fadvise(DONTNEED) on all files before each cold run, all files read before each warm run; in the page"
         f" cache before a run (mincore): cold at most {max(shares['cold']):.1%}, warm at least"
-        f" {min(shares['warm']):.1%} of the files. What lies below this kernel's cache (a hypervisor, the drive) was not"
-        " dropped."
+        f" {min(shares['warm']):.1%} of the files. What lies below this kernel's cache (a hypervisor, the drive) was"
+        " not dropped."
     )
 
 
@@ -578,7 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if text is None:
         try:
             result, problems = COMMANDS[args.command](args, console)
-        except cuda.UsageError as error:
+        except set_ups.UsageError as error:
             text = str(error)
         except CannotMeasure as error:
             result, problems = {}, [str(error)]

@@ -144,7 +144,8 @@ class CostRank:
         from sglang_dspark_cp.adapters.runtime import runtime
 
         runtime().draft_loaded = False  # as in a new process: the check for missing tensors is part of the cost
-        original = safetensors.safe_open
+        library: Any = safetensors
+        original = library.safe_open
         opened: set[str] = set()
 
         def traced(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,12 +153,12 @@ class CostRank:
             return original(file, *args, **kwargs)
 
         config = self._model_config()
-        safetensors.safe_open = traced
+        library.safe_open = traced
         read, started = disk_bytes(), time.perf_counter()
         try:
             draft = DefaultModelLoader(LoadConfig()).load_model(model_config=config, device_config=DeviceConfig("cpu"))
         finally:
-            safetensors.safe_open = original
+            library.safe_open = original
         seconds = time.perf_counter() - started
         found = {
             "seconds": seconds,

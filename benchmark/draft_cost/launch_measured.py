@@ -31,9 +31,10 @@ class MemoryLog:
         """Write the counters now; nothing before CUDA is in use."""
         import torch
 
-        if not torch.cuda.is_initialized():
+        cuda: Any = torch.cuda
+        if not cuda.is_initialized():
             return
-        counters = torch.cuda.memory_stats(self._gpu)
+        counters = cuda.memory_stats(self._gpu)
         line = {
             "seconds": round(time.monotonic(), 3),
             "event": event,

@@ -6,6 +6,7 @@ import json
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import draft_cost
 import draft_ranks
 import draft_servers
 import launch_measured
+from draft_checkpoint import Written
 
 from sglang_dspark_cp.smoke.checkpoint import Geometry
 
@@ -211,7 +213,11 @@ STUB = """
         lines = [json.dumps({"event": e, "allocated": a, "reserved": a, "peak": a}) for e, a in notes]
         pathlib.Path(name, f"rank-{rank}.jsonl").write_text("\\n".join(lines))
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler).serve_forever()
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
 SMI = """\
 #!/bin/sh
@@ -222,7 +228,7 @@ case "$1" in
   *) echo stub;;
 esac
 """
-WIDE = ("servers", "--hidden", "256", "--experts", "2", "--ports", "21000")
+WIDE = ("servers", "--hidden", "256", "--experts", "2", "--ports", "21000", "--limit", "60")
 
 
 @pytest.fixture
@@ -238,6 +244,9 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(draft_servers, "LAUNCH", tmp_path / "stub.py")
     monkeypatch.setattr(draft_servers, "SETTLE", 0.6)
+    info = SimpleNamespace(num_bytes=1, num_tensors=1, hidden=1)
+    monkeypatch.setattr(draft_servers, "write_checkpoint", lambda *args, **kwargs: info)
+    monkeypatch.setattr(draft_servers.large, "write_large", lambda *args: Written(1, 1, 1, 1, 1, 1, 1))
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,17 +50,19 @@ def test_cp_prefill_to_dp8_decode(capsys: pytest.CaptureFixture[str], cp_size: i
     assert report["requests"] >= 16
     # Pages are dealt out to the ranks in order; the longest prompt has five.
     assert report["kv_senders"] == (list(range(min(cp_size, 5))) if all_ranks else [0])
-    # Stock's own gather of the pre-head state is the only other device collective of the CP group.
-    assert report["cp_group_collectives"] == 2 * report["cp_forwards"]
+    # Not even stock's gather of the streams before the head is left.
+    assert report["cp_group_collectives"] == report["cp_forwards"]
+    assert report["mode"] == "window"
     fired = {hook["id"]: hook["fired"] for hook in report["hooks"]}
     assert set(fired) == {
         *("validate-cp", "admit", "create-worker"),
         *("no-decode-init", "proof", "capture-gather", "align-inject", "settle", "send-complete", "finish"),
         *("context-stage", "context-markov", "context-draft", "context-load"),
-        *("context-forward", "context-read", "context-worker"),
+        *("context-forward", "context-read", "context-worker", "head-on-shard", "head-rows"),
     }
-    # The smoke never drafts, loads from memory and has no room for the worker's constructor; test/sglang/test_draft.py.
-    idle = {"context-forward", "context-read", "context-worker"}
+    # The smoke never drafts, loads from memory, has no room for the worker's constructor and makes no logits; for these
+    # see test/sglang/test_draft.py and test_forward.py.
+    idle = {"context-forward", "context-read", "context-worker", "head-rows"}
     assert {name for name, count in fired.items() if count == 0} == idle
     assert 0 < report["draft_bytes"] < 0.5 * report["draft_bytes_stock"]
     assert fired["proof"] == cp_size * report["forwards"]
@@ -68,10 +71,47 @@ def test_cp_prefill_to_dp8_decode(capsys: pytest.CaptureFixture[str], cp_size: i
     assert by_name["the same prefix, one token more"]["captured"] == 1
 
 
+def test_every_mode_writes_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = {}
+    for mode in ("packed", "context", "kv", "window"):
+        result = smoke(capsys, "--prefill-cp", "2", "--decode-dp", "2", "--mode", mode)
+        assert_right(*result)
+        reports[mode] = result[1]
+        assert reports[mode]["mode"] == mode
+        assert reports[mode]["cp_group_collectives"] == reports[mode]["cp_forwards"]
+    assert len({report["rows_compared"] for report in reports.values()}) == 1
+    assert len({report["rows_byte_equal"] for report in reports.values()}) == 1
+    for hidden in ("4096", "7168"):
+        received = {mode: report["gather_bytes_at_hidden"][hidden] for mode, report in reports.items()}
+        stock = {mode: report["gather_bytes_stock_at_hidden"][hidden] for mode, report in reports.items()}
+        per_row = {mode: received[mode] / stock[mode] for mode in reports}  # batches differ a little between runs
+        assert per_row["context"] < 0.34 * per_row["packed"]
+        assert per_row["kv"] < per_row["packed"] / 7
+        assert per_row["window"] < 0.8 * per_row["kv"]
+
+
+def test_a_long_prompt_without_prefix_cache_sends_its_last_rows_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{word} " * 1500}) + "\n" for word in ("rain", "wind")))
+    received = {}
+    for mode in ("kv", "window"):
+        flags = ("--prompts", str(prompts), "--chunk", "8192", "--max-tokens", "8000", "--no-radix", "--mode", mode)
+        status, report, err = smoke(capsys, "--prefill-cp", "4", "--decode-dp", "2", *flags)
+        assert_right(status, report, err)
+        assert max(row["tokens"] for row in report["per_request"]) > 5000
+        received[mode] = report["gather_bytes_at_hidden"]["4096"] / report["gather_bytes_stock_at_hidden"]["4096"]
+    assert received["window"] < received["kv"] / 20
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--prefill-cp", "4", "--no-overlap"],
+        ["--prefill-cp", "4", "--mode", "context"],
+        ["--prefill-cp", "8", "--mode", "packed", "--max-tokens", "600"],
+        ["--prefill-cp", "8", "--mode", "kv"],
         ["--prefill-cp", "4", "--no-radix", "--no-fused"],
         ["--prefill-cp", "2", "--chunk", "255"],
         ["--prefill-cp", "2", "--chunk", "257"],

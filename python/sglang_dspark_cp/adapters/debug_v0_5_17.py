@@ -61,6 +61,7 @@ def dump_counters(ledger: Ledger) -> None:
     """Write what this CP prefill rank did so far; the file always holds the newest state."""
     report = {
         "counters": dataclasses.asdict(ledger.counters),
+        "mode": runtime().mode.value,
         "errors": len(ledger.errors),
         "hooks": dict(fired),
     }

@@ -153,7 +153,7 @@ def _forward_on_shard(
     arrived = dataclasses.replace(arrived, order=spoil_order(fault, cp_rank, extend_lens, arrived.order))
     ticket = arrived.hidden.new_empty(proof.tokens, 1)
     proof.note_arrived(arrived, missing, ticket, plan.sent)
-    _count(state, arrived, plan)
+    _count(state, arrived, plan, expected, 0 if heads is None else heads.plan.rows)
     if heads is not None:
         assert arrived.tail is not None
         last_hidden = heads.of_requests(arrived.tail, model.hidden_size, len(proof.spans))
@@ -202,8 +202,10 @@ def _write_address(
         packed.write_address(positions, local_loc)
 
 
-def _count(state: Runtime, arrived: ArrivedRows, plan: SendPlan) -> None:
+def _count(state: Runtime, arrived: ArrivedRows, plan: SendPlan, on_shard: int, heads: int) -> None:
     counters = state.require_ledger(state.cp_rank).counters
+    counters.rows_on_shard += on_shard
+    counters.heads_sent += heads
     counters.aux_collectives += 1
     counters.gather_bytes += arrived.wire_bytes
     counters.rows_captured += plan.rows

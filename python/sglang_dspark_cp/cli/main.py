@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..config import FaultKind
+from ..config import FaultKind, GatherMode
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,6 +36,11 @@ def _add_smoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="KIND[@RANK][#N]",
         help="spoil draft rows on purpose (cpu: on one rank, the run must fail; cuda: which negative controls run)."
         f" KIND: {', '.join(kind.value for kind in FaultKind)}",
+    )
+    smoke.add_argument(
+        "--mode",
+        choices=[mode.value for mode in GatherMode],
+        help="what of each row is gathered (default: what SGLANG_DSPARK_CP_GATHER says, else auto)",
     )
     smoke.add_argument("--json", action="store_true", help="one JSON object on standard output")
     smoke.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and report.json there")

@@ -188,9 +188,17 @@ class Counters:
     cp_forwards: int = 0
     aux_collectives: int = 0
     gather_bytes: int = 0
+    """Bytes that this rank received."""
+    rows_on_shard: int = 0
+    """Rows that this rank's share of the batches had (P per CP forward)."""
     rows_captured: int = 0
+    """Rows that this rank gave to the gathers."""
     rows_gathered: int = 0
+    """Rows of tokens that came out of them."""
     rows_injected: int = 0
+    """Rows that were written, also of batches too small for CP."""
+    heads_sent: int = 0
+    """Rows for the LM head that this rank gave to the gathers."""
     alignment_failures: int = 0
     requests_refused: int = 0
 

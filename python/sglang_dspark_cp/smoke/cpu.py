@@ -18,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from .. import config
+from ..core.costs import ADDRESS
 from ..errors import DsparkCpError
+from . import geometry as g
 from . import native
 from .arguments import prefill_arguments, write_model_folder
 from .processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
@@ -102,6 +104,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     return 0 if report["ok"] else 1
+
+
+def _bytes_at(mode: str, counters: dict[str, int], cp_size: int) -> dict[str, dict[str, int]]:
+    """Bytes per rank that the same rows would be in models of real width, and what stock gathers for them.
+
+    Stock: each captured layer [T, H] (3 of them, or one gather of all) and the 4 streams before the head.
+    """
+    others, ours, stock = cp_size - 1, {}, {}
+    for hidden in (g.HIDDEN, 4096, 7168):
+        width = {"packed": len(g.CAPTURED_LAYERS) * hidden, "context": hidden}.get(mode, g.STAGES * g.ROW)
+        rows = counters["rows_captured"] * (2 * width + ADDRESS)
+        ours[str(hidden)] = others * (rows + counters["heads_sent"] * 2 * hidden)
+        stock[str(hidden)] = others * counters["rows_on_shard"] * 2 * hidden * (len(g.CAPTURED_LAYERS) + g.STREAMS)
+    return {"gather_bytes_at_hidden": ours, "gather_bytes_stock_at_hidden": stock}
 
 
 def _base_report(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
@@ -202,7 +218,10 @@ class _Run:
             kind, mark, rest = fault.partition("#")
             environment[config.FAULT] = (kind if "@" in kind else f"{kind}@{self.args.prefill_cp - 1}") + mark + rest
         if not self.args.stock:
-            environment |= {name: os.environ[name] for name in (config.ALIGN, config.DUMP_DIR) if name in os.environ}
+            passed = (config.ALIGN, config.GATHER, config.DRAFT, config.DUMP_DIR)
+            environment |= {name: os.environ[name] for name in passed if name in os.environ}
+            if self.args.mode:
+                environment[config.GATHER] = self.args.mode
         return RankConfig(
             role,
             rank,
@@ -349,7 +368,10 @@ class _Run:
             "cp_forwards": counters["cp_forwards"],
             "aux_collectives": counters["aux_collectives"],
             "cp_group_collectives": len(first.model_collectives),
+            "mode": first.mode,
             "gather_bytes": counters["gather_bytes"],
+            **_bytes_at(first.mode, counters, self.args.prefill_cp),
+            "rows_on_shard": counters["rows_on_shard"],
             "rows_captured": counters["rows_captured"],
             "rows_gathered": counters["rows_gathered"],
             "rows_injected": counters["rows_injected"],
@@ -443,7 +465,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         console.print(table)
         console.print(
             f"forwards {report['forwards']}, with CP {report['cp_forwards']}, aux collectives"
-            f" {report['aux_collectives']} | gathered {report['gather_bytes']:,} B per rank | sent"
+            f" {report['aux_collectives']} | gathered {report['gather_bytes']:,} B per rank ({report['mode']}) | sent"
             f" {report['transfer_bytes']:,} B | rows compared {report['rows_compared']}, mismatched"
             f" {report['rows_mismatched']}, byte-equal {report['rows_byte_equal']}, worst relative error"
             f" {report['max_rel_err']:.1e}"

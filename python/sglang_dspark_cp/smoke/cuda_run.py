@@ -120,7 +120,8 @@ class GpuRun:
         gpus = set_ups.gpus_of(role, self.gpus)
         self.dump_folder(name).mkdir(parents=True, exist_ok=True)
         environment = set_ups.environment(self.quant, self.args.transfer, gpus)
-        environment |= {config.DUMP_DIR: str(self.dump_folder(name)), **(extra or {})}
+        mode = {config.GATHER: self.args.mode} if self.args.mode else {}
+        environment |= {config.DUMP_DIR: str(self.dump_folder(name)), **mode, **(extra or {})}
         arguments = [
             *set_ups.base_arguments(Path(self.info.path), self.quant),
             *set_ups.role_arguments(role, self.args.transfer, self.bootstrap[name]),

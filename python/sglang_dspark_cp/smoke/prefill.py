@@ -57,6 +57,7 @@ class PrefillReport:
     draft_bytes: int
     draft_bytes_stock: int
     """Parameters of the whole draft; counted on rank 0 only."""
+    mode: str = ""
     stock_error: str = ""
 
 
@@ -408,6 +409,7 @@ class PrefillRank:
             leaked_pages=self._leaked_pages(),
             draft_bytes=parameter_bytes(self.draft),
             draft_bytes_stock=self.draft_bytes_stock,
+            mode="" if state._runtime is None else state._runtime.mode.value,
             stock_error=stock_error,
         )
 

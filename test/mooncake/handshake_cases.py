@@ -1,0 +1,229 @@
+"""Ranks of `test_handshake`: SGLang's Mooncake manager, sender and receiver on the smoke's pools; no scheduler."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS
+from sglang_dspark_cp.hooks import install
+from sglang_dspark_cp.smoke import geometry as g
+from sglang_dspark_cp.smoke import native
+from sglang_dspark_cp.smoke.decode import _wait_for_port
+from sglang_dspark_cp.smoke.processes import RankConfig
+from sglang_dspark_cp.smoke.ranks import EMPTY, Memory, join_groups, make_pool, without_gpu
+
+SLOTS = 8
+STEP_S = 0.005
+ROWS = [[2], [1], [2]]
+"""State rows on prefill: of swa, c128_state, draft swa."""
+THEIRS = [[5], [3], [5]]
+"""State rows on decode."""
+STATUS = {0: "Failed", 1: "Bootstrapping", 2: "WaitingForInput", 3: "Transferring", 4: "Success"}
+
+
+class _Rank:
+    """Pools, memory and manager of either side.
+
+    Options: stages (0: no draft), speculative (algorithm or None), lie (KVArgs attributes to misstate), draft_item
+    (bytes per draft page to misstate), survive (go on without a thread that died), dist_port.
+    """
+
+    mode = ""
+
+    def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
+        self.config, self.options = config, config.options
+        native.load(self.options["stand_in"])
+        without_gpu()
+        self.thread_errors: list[str] = []
+        if self.options.get("survive"):  # otherwise a dead thread ends the rank, and with it the test
+            threading.excepthook = lambda failure: self.thread_errors.append(str(failure.exc_value))
+        self._publish()
+        self.before_manager()
+        self._pools()
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+        from sglang.srt.disaggregation.utils import DisaggregationMode, is_mla_backend
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import init_mooncake_transfer_engine
+
+        self.engine = init_mooncake_transfer_engine(hostname="127.0.0.1", gpu_id=0, ib_device=None)
+        self.manager = MooncakeKVManager(
+            self.kv_args, DisaggregationMode(self.mode), self.server_args, is_mla_backend(self.target_pool)
+        )
+        self.requests: dict[int, Any] = {}
+
+    def before_manager(self) -> None:
+        """What this side does first."""
+
+    def _publish(self) -> None:
+        from sglang.srt.runtime_context import get_context
+
+        size = self.options.get("cp_size", 1)
+        arguments = {
+            "device": "cpu",
+            "host": "127.0.0.1",
+            "page_size": g.PAGE,
+            "tp_size": size,
+            "attn_cp_size": size,
+            "disaggregation_mode": self.mode,
+            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_bootstrap_port": self.options.get("bootstrap_port", 1),
+            "speculative_algorithm": self.options.get("speculative", "DSPARK"),
+            "speculative_draft_model_path": self.options.get("model"),
+            "load_balance_method": "follow_bootstrap_room",
+        }
+        self.server_args = get_context().override_server_args(**arguments).install()
+        join_groups(size, self.config.rank, self.options["dist_port"], dp_size=1, cp_size=size)
+
+    def _pools(self) -> None:
+        from sglang.srt.disaggregation.base.conn import KVArgs
+        from sglang.srt.disaggregation.utils import MetadataBuffers, setup_state_kv_args
+
+        stages, mapping = self.options.get("stages", g.STAGES), torch.arange(g.POOL_PAGES * g.PAGE)
+        self.target_pool = make_pool(g.TARGET_RATIOS, SLOTS)
+        self.target_pool.register_mapping(mapping)
+        self.draft_pool = make_pool((0,) * stages, SLOTS) if stages else None
+        if self.draft_pool is not None:
+            self.draft_pool.register_mapping(mapping)
+        self.metadata = MetadataBuffers(SLOTS, 32, torch.float32)
+        self.kv_args = a = KVArgs()
+        a.engine_rank, a.pp_rank, a.system_dp_rank, a.gpu_id = self.config.rank, 0, 0, 0
+        a.kv_cache_dtype_str, a.page_size, a.ib_device = "fp8_e4m3", g.PAGE, None
+        a.prefill_start_layer, a.prefill_end_layer = 0, self.target_pool.end_layer
+        a.mla_compression_ratios = list(self.target_pool.compression_ratios) if self.mode == "prefill" else None
+        a.kv_data_ptrs, a.kv_data_lens, a.kv_item_lens = self.target_pool.get_contiguous_buf_infos()
+        a.kv_layer_ids = []
+        a.aux_data_ptrs, a.aux_data_lens, a.aux_item_lens = self.metadata.get_buf_infos()
+        setup_state_kv_args(a, self.target_pool, self.draft_pool, len(g.TARGET_RATIOS))
+        self.memory = Memory(copy.copy(a))
+        for name, value in self.options.get("lie", {}).items():
+            setattr(a, name, value)
+        if "draft_item" in self.options:
+            a.state_item_lens = [*a.state_item_lens[:-1], [self.options["draft_item"]] * len(a.state_item_lens[-1])]
+
+    def failure(self, room: int) -> str:
+        """SGLang's text for a failed request; frees its state."""
+        from sglang.srt.disaggregation.common.conn import KVTransferError
+
+        try:
+            self.requests.pop(room).failure_exception()
+        except KVTransferError as error:
+            return str(error)
+        return ""
+
+    def errors(self) -> list[str]:
+        """What background threads died of."""
+        return self.thread_errors
+
+
+class PrefillRank(_Rank):
+    """Options: cp_size, hooks (ids to install), bootstrap_port."""
+
+    mode = "prefill"
+
+    def before_manager(self) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+
+        install.install(hook for hook in HANDSHAKE_HOOKS if hook.id in self.options["hooks"])
+        if self.config.rank == 0:
+            self.server = MooncakeKVBootstrapServer("127.0.0.1", self.options["bootstrap_port"])
+            _wait_for_port(self.options["bootstrap_port"])
+
+    def tag(self) -> None:
+        """Give every component its own byte."""
+        for number, (name, *_) in enumerate(self.memory.components()):
+            self.memory.fill(0x10 + number, (name,))
+
+    def reject(self, component: str) -> None:
+        """From now on Mooncake rejects writes from this component ('' for none)."""
+        original = self.engine.__dict__.setdefault("accepts", self.engine.batch_transfer_sync)
+
+        def write(session: Any, sources: list[int], *rest: Any) -> int:
+            return -1 if self.memory._component_of(sources[0]) == component else original(session, sources, *rest)
+
+        self.engine.batch_transfer_sync = write
+
+    def serve(self, room: int, pages: list[int], states: list[list[int]] | None, steps: int = 1000) -> tuple[str, str]:
+        """One request as the scheduler's loop serves it, with its reduced poll; status and failure text."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        self.requests[room] = sender = MooncakeKVSender(self.manager, "unused", room, [self.config.rank], 0)
+        sent, poll = False, None
+        for _ in range(steps):  # by count, so that all ranks leave together
+            poll = self._poll(sender)
+            if poll in (KVPoll.Failed, KVPoll.Success):
+                break
+            if poll == KVPoll.WaitingForInput and not sent:
+                sender.init(len(pages), room % SLOTS)
+                sender.send(np.asarray(pages[:1], np.int32), None)
+                sender.send(np.asarray(pages[1:], np.int32), states and [np.asarray(s, np.int32) for s in states])
+                sent = True
+            time.sleep(STEP_S)
+        if poll == KVPoll.Failed:
+            return STATUS[poll], self.failure(room)
+        if poll == KVPoll.Success:
+            self.requests.pop(room).clear()
+        return STATUS[int(poll)], ""
+
+    @staticmethod
+    def _poll(sender: Any) -> int:
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce_attn_cp_tp_group
+        from sglang.srt.distributed import parallel_state
+
+        cp, tp = parallel_state.get_attn_cp_group().cpu_group, parallel_state.get_attn_tp_group().cpu_group
+        return int(poll_and_all_reduce_attn_cp_tp_group([sender], cp, tp)[0])
+
+    def open_rooms(self) -> list[int]:
+        """Rooms that the manager still knows."""
+        return sorted(self.manager.request_status)
+
+
+class DecodeRank(_Rank):
+    """Asks one prefill server or another, by bootstrap port."""
+
+    mode = "decode"
+
+    def ask(self, room: int, port: int, pages: list[int], states: list[list[int]], wait: float = 6.0) -> dict[str, Any]:
+        """One request, from `begin` to `finish`."""
+        self.begin(room, port, pages, states)
+        return self.finish(room, wait)
+
+    def begin(self, room: int, port: int, pages: list[int], states: list[list[int]]) -> None:
+        """Register where needed and reserve memory for a request."""
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+        address = f"127.0.0.1:{port}"
+        deadline = time.monotonic() + 20
+        while not self.manager.try_ensure_parallel_info(address):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the prefill ranks did not register at the bootstrap server")
+            time.sleep(0.05)
+        self.memory.fill(EMPTY)
+        self.requests[room] = receiver = MooncakeKVReceiver(self.manager, address, room)
+        receiver.init(0)
+        receiver.send_metadata(np.asarray(pages, np.int32), room % SLOTS, [np.asarray(s, np.int32) for s in states])
+
+    def finish(self, room: int, wait: float) -> dict[str, Any]:
+        """Wait for the end of a request: its status, failure text, seconds, and which bytes lie in rows `THEIRS`."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        started, receiver = time.monotonic(), self.requests[room]
+        while (poll := receiver.poll()) not in (KVPoll.Failed, KVPoll.Success):
+            if time.monotonic() - started > wait:
+                break
+            time.sleep(STEP_S)
+        seconds = time.monotonic() - started
+        found = {}
+        for (name, _, _, items), (row,) in zip(self.memory.components()[1:], THEIRS, strict=False):
+            pages = [self.memory.page(name, buffer, row) for buffer in range(len(items))]
+            found[name] = sorted({int(byte) for page in pages for byte in page.unique()})
+        failure = self.failure(room) if poll == KVPoll.Failed else ""
+        if poll == KVPoll.Success:
+            self.requests.pop(room).clear()
+        return {"status": STATUS[int(poll)], "failure": failure, "seconds": seconds, "bytes": found}

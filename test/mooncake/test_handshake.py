@@ -1,0 +1,315 @@
+"""A decode that does not fit is refused when it registers; others, later requests and the threads go on."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handshake_cases import ROWS, THEIRS
+
+from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS
+from sglang_dspark_cp.hooks.check import problems, sglang_root
+from sglang_dspark_cp.smoke import native
+from sglang_dspark_cp.smoke.arguments import write_model_folder
+from sglang_dspark_cp.smoke.processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
+
+pytestmark = pytest.mark.timeout(120)
+
+ALL = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
+HOOKS = tuple(hook.id for hook in HANDSHAKE_HOOKS)
+WITHOUT_OWN = tuple(hook for hook in HOOKS if hook != "own-state")
+PAGES = [3, 4]
+TOLD = "Failed to get kvcache from prefill instance"
+
+
+class Fleet:
+    """Prefill servers and decode ranks by name, started when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool, self.folder = RankPool(), folder
+        self.stand_in = native.prepare(folder)
+        self.model = str(write_model_folder(folder / "model"))
+        self.rooms = itertools.count(100)
+        self.ports: dict[str, int] = {}
+        self.servers: dict[str, list[RankProcess]] = {}
+        self.decodes: dict[str, RankProcess] = {}
+
+    def _config(
+        self, role: str, rank: int, name: str, environment: dict[str, str] | None, options: dict[str, Any]
+    ) -> RankConfig:
+        common = {
+            "SGLANG_HOST_IP": "127.0.0.1",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MC_FORCE_TCP": "1",
+            "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+            "GLOG_minloglevel": "2",
+            "MC_LOG_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "SGLANG_NCCL_SO_PATH": "/nonexistent",
+            "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": "4",
+            "SGLANG_DISAGGREGATION_QUEUE_SIZE": "1",
+            "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "0",
+        }
+        return RankConfig(
+            role,
+            rank,
+            f"handshake_cases:{role.capitalize()}Rank",
+            common | (environment or {}),
+            str(self.folder / f"{name}-{rank}.log"),
+            {"stand_in": self.stand_in, "model": self.model, **options},
+        )
+
+    def prefill(
+        self, name: str, cp_size: int = 1, environment: dict[str, str] | None = None, **options: Any
+    ) -> list[RankProcess]:
+        if name not in self.servers:
+            bootstrap, dist = free_ports(2)
+            self.ports[name] = bootstrap
+            options |= {"cp_size": cp_size, "bootstrap_port": bootstrap, "dist_port": dist}
+            ranks = self.pool.spawn(
+                self._config("prefill", rank, name, environment, options) for rank in range(cp_size)
+            )
+            self.pool.collect(ranks, 60)
+            self.call(ranks, "tag")
+            self.servers[name] = ranks
+        return self.servers[name]
+
+    def decode(self, name: str, environment: dict[str, str] | None = None, **options: Any) -> RankProcess:
+        if name not in self.decodes:
+            rank = self.pool.spawn([self._config("decode", 0, name, environment, options | _dist_port())])
+            self.pool.collect(rank, 60)
+            self.decodes[name] = rank[0]
+        return self.decodes[name]
+
+    def call(self, ranks: list[RankProcess], method: str, *arguments: Any, within: float = 30) -> list[Any]:
+        for rank in ranks:
+            rank.start(method, *arguments)
+        return self.pool.collect(ranks, within)
+
+    def request(
+        self,
+        server: str,
+        decode: RankProcess,
+        *,
+        rows: list[list[int]] | None = ROWS,
+        theirs: list[list[int]] = THEIRS,
+        steps: int = 1000,
+        wait: float = 6.0,
+    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+        """One request: (status, text) of each prefill rank, and what decode saw."""
+        room, ranks = next(self.rooms), self.servers[server]
+        decode.start("ask", room, self.ports[server], [7, 8], theirs, wait)
+        for rank in ranks:
+            rank.start("serve", room, PAGES, rows, steps)
+        *prefill, seen = self.pool.collect([*ranks, decode], 30)
+        return prefill, seen
+
+    def log(self, name: str, rank: int = 0) -> str:
+        return (self.folder / f"{name}-{rank}.log").read_text(errors="replace")
+
+
+def _dist_port() -> dict[str, int]:
+    return {"dist_port": free_ports(1)[0]}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    made = Fleet(tmp_path_factory.mktemp("fleet"))
+    with made.pool:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hooked(fleet: Fleet) -> str:
+    """CP2 prefill with a draft and all hooks; its ranks die if a thread of theirs does."""
+    fleet.prefill("hooked", cp_size=2, hooks=HOOKS)
+    return "hooked"
+
+
+@pytest.fixture(scope="module")
+def good(fleet: Fleet) -> RankProcess:
+    return fleet.decode("good")
+
+
+def assert_served(answer: tuple[list[tuple[str, str]], dict[str, Any]], components: int = 3) -> None:
+    prefill, seen = answer
+    assert [status for status, _ in prefill] == ["Success"] * len(prefill), prefill
+    assert seen["status"] == "Success"
+    assert list(seen["bytes"].values()) == [[0x11 + number] for number in range(components)]
+
+
+def assert_refused(answer: tuple[list[tuple[str, str]], dict[str, Any]]) -> str:
+    """Both sides failed at once and nothing arrived; the text on prefill."""
+    prefill, seen = answer
+    assert [status for status, _ in prefill] == ["Failed"] * len(prefill), prefill
+    assert seen["status"] == "Failed"
+    assert TOLD in seen["failure"]
+    assert seen["seconds"] < 3
+    assert all(found == [0xEE] for found in seen["bytes"].values()), seen
+    return prefill[0][1]
+
+
+def test_the_hooks_fit_the_installed_release() -> None:
+    assert [str(problem) for problem in problems(HANDSHAKE_HOOKS, sglang_root())] == []
+
+
+def test_sides_that_agree(fleet: Fleet, hooked: str, good: RankProcess) -> None:
+    for _ in range(2):
+        assert_served(fleet.request(hooked, good))
+    assert fleet.call(fleet.servers[hooked], "open_rooms") == [[], []]
+
+
+BAD: dict[str, tuple[dict[str, Any], list[list[int]], str]] = {
+    "no-draft": ({"stages": 0}, THEIRS[:2], r"registered 2 state components .* sends 3 state components .*DSPARK"),
+    "two-stages": ({"stages": 2}, THEIRS, r"component 2: component x 2 buffers, .*draft swa x 3 buffers, item 149760"),
+    "no-speculation": ({"speculative": None}, THEIRS, r"component 0: .*, prefill sends swa x .*DSPARK"),
+    "other-kv": ({"lie": {"kv_item_lens": [64] * 4}}, THEIRS, r"KV buffers, first item 64, .*--kv-cache-dtype"),
+    "other-page": (
+        {"draft_item": 37440},
+        THEIRS,
+        r"component 2: component x 3 buffers, item 37440, prefill .*--page-size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_decode_that_differs(fleet: Fleet, hooked: str, good: RankProcess, name: str) -> None:
+    options, theirs, text = BAD[name]
+    bad = fleet.decode(name, **options)
+    for _ in range(2):
+        found = assert_refused(fleet.request(hooked, bad, theirs=theirs))
+        assert "cannot take what this prefill worker sends" in found
+        assert re.search(text, found), found
+    assert fleet.log(hooked).count(f"session {_session(found)}") >= 1
+    assert_served(fleet.request(hooked, good))
+    assert fleet.call(fleet.servers[hooked], "open_rooms") == [[], []]
+
+
+def _session(text: str) -> str:
+    return text.partition("(session ")[2].partition(")")[0]
+
+
+def test_a_bad_and_a_good_decode_at_once(fleet: Fleet, hooked: str, good: RankProcess) -> None:
+    bad, port = fleet.decode("two-stages", stages=2), fleet.ports[hooked]
+    rooms = [next(fleet.rooms), next(fleet.rooms)]
+    # Both decodes are there before prefill has heard of the requests.
+    fleet.call([bad], "begin", rooms[0], port, [7, 8], THEIRS)
+    fleet.call([good], "begin", rooms[1], port, [7, 8], THEIRS)
+    (early,) = fleet.call([bad], "finish", rooms[0], 6.0)
+    assert (early["status"], early["seconds"] < 3) == ("Failed", True)
+    assert {status for status, _ in fleet.call(fleet.servers[hooked], "serve", rooms[0], PAGES, ROWS)} == {"Failed"}
+    assert {status for status, _ in fleet.call(fleet.servers[hooked], "serve", rooms[1], PAGES, ROWS)} == {"Success"}
+    assert fleet.call([good], "finish", rooms[1], 6.0)[0]["status"] == "Success"
+
+
+def test_a_decode_with_a_draft_behind_a_prefill_without_one(fleet: Fleet, good: RankProcess) -> None:
+    fleet.prefill("bare", hooks=WITHOUT_OWN, stages=0)
+    found = assert_refused(fleet.request("bare", good, rows=ROWS[:2]))
+    assert "registered 3 state components" in found
+    assert "prefill sends 2 state components" in found
+    fit = fleet.decode("no-draft", stages=0)
+    assert_served(fleet.request("bare", fit, rows=ROWS[:2], theirs=THEIRS[:2]), components=2)
+
+
+@pytest.mark.parametrize(("name", "stages", "text"), [("none", 0, "no draft component"), ("two", 2, "x 2 buffers")])
+def test_a_prefill_without_complete_draft_kv_stops_at_start(fleet: Fleet, name: str, stages: int, text: str) -> None:
+    with pytest.raises(RankFailed, match=f"TransferError.*cannot send draft KV.*{text}"):
+        fleet.prefill(f"start-{name}", hooks=HOOKS, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("rows", "theirs"),
+    [
+        ([[2, 3], [1], [2, 3]], THEIRS),
+        (ROWS, [[5, 6], [3], [5, 6]]),
+        (ROWS, [[5], [], [5]]),
+        (ROWS, THEIRS[:2]),
+        (None, THEIRS),
+    ],
+    ids=["prefill-more-pages", "decode-more-pages", "decode-no-c128", "decode-no-draft-rows", "prefill-no-state"],
+)
+def test_state_rows_that_differ(
+    fleet: Fleet, hooked: str, good: RankProcess, rows: list[list[int]] | None, theirs: list[list[int]]
+) -> None:
+    found = assert_refused(fleet.request(hooked, good, rows=rows, theirs=theirs))
+    assert "the state rows of this request differ" in found
+    assert_served(fleet.request(hooked, good))
+
+
+@pytest.mark.parametrize("component", ["swa2", "aux"])
+def test_a_rejected_write_is_never_a_success(fleet: Fleet, hooked: str, good: RankProcess, component: str) -> None:
+    victim = fleet.decode(f"victim-{component}")
+    assert_served(fleet.request(hooked, victim))
+    fleet.call(fleet.servers[hooked], "reject", component)
+    try:
+        prefill, seen = fleet.request(hooked, victim)
+    finally:
+        fleet.call(fleet.servers[hooked], "reject", "")
+    assert [status for status, _ in prefill] == ["Failed", "Failed"]
+    assert (seen["status"], seen["seconds"] < 3) == ("Failed", True)
+    assert_served(fleet.request(hooked, good))
+
+
+def test_a_decode_that_waits_for_every_cp_rank(fleet: Fleet, hooked: str, good: RankProcess) -> None:
+    prefill, seen = fleet.request(hooked, fleet.decode("waits-for-all", ALL))
+    assert {status for status, _ in prefill} <= {"Failed", "Success"}  # rank 0 may be done before rank 1 is asked
+    assert (seen["status"], seen["seconds"] < 3) == ("Failed", True)
+    assert "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER to the same value" in fleet.log(hooked, 1)
+    assert_served(fleet.request(hooked, good))
+
+
+def test_every_cp_rank_sends(fleet: Fleet) -> None:
+    fleet.prefill("all-send", cp_size=2, environment=ALL, hooks=HOOKS)
+    assert_served(fleet.request("all-send", fleet.decode("waits-for-all", ALL)))
+    bad = fleet.decode("two-stages-all", ALL, stages=2)
+    assert "draft swa x 3 buffers" in assert_refused(fleet.request("all-send", bad))
+
+
+@pytest.mark.compat
+def test_stock_sends_to_a_decode_with_a_draft_without_one(fleet: Fleet, good: RankProcess) -> None:
+    fleet.prefill("stock-bare", hooks=(), stages=0)
+    _, seen = fleet.request("stock-bare", good, rows=ROWS[:2])
+    assert seen["status"] == "Success"
+    assert list(seen["bytes"].values())[2] == [0xEE]
+
+
+@pytest.mark.compat
+def test_stock_sends_another_state_ring(fleet: Fleet) -> None:
+    fleet.prefill("stock", hooks=())
+    _, seen = fleet.request("stock", fleet.decode("no-speculation", speculative=None))
+    assert seen["status"] == "Success"
+    assert next(iter(seen["bytes"].values())) != [0x11]
+
+
+@pytest.mark.compat
+def test_stock_cuts_window_rows(fleet: Fleet, good: RankProcess) -> None:
+    fleet.prefill("stock", hooks=())
+    _, seen = fleet.request("stock", good, theirs=[[5, 6], [3], [5, 6]])
+    assert seen["status"] == "Success"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", ["no-draft", "two-stages"])
+def test_the_transfer_thread_of_stock_dies(fleet: Fleet, good: RankProcess, name: str) -> None:
+    options, theirs, _ = BAD[name]
+    server = f"stock-{name}"
+    (rank,) = fleet.prefill(server, hooks=(), survive=True)
+    _, seen = fleet.request(server, fleet.decode(name, **options), theirs=theirs, steps=200, wait=1.0)
+    assert seen["status"] == "WaitingForInput"
+    assert "Transfer thread failed" in fleet.call([rank], "errors")[0][0]
+    _, after = fleet.request(server, good, steps=200, wait=1.0)
+    assert after["status"] == "WaitingForInput", "a decode that fits is served no more"
+
+
+@pytest.mark.compat
+def test_only_prefill_sends_from_every_cp_rank_is_not_seen(fleet: Fleet, good: RankProcess) -> None:
+    """No message reaches the other CP ranks: they wait for one, as long as SGLang's bootstrap time-out."""
+    fleet.prefill("all-send", cp_size=2, environment=ALL, hooks=HOOKS)
+    prefill, seen = fleet.request("all-send", good, steps=200, wait=1.0)
+    assert [status for status, _ in prefill] == ["Bootstrapping"] * 2
+    assert seen["status"] == "WaitingForInput"
