@@ -35,6 +35,7 @@ for folder in (HERE, REPOSITORY / "python"):
 EMULATED = "link emulated"
 COMMIT = "DSPARK_CP_COMMIT"
 SIZES = (2, 4, 8)
+PARTS = ("plan", "mean", "project", "gather", "reorder", "head", "proof", "write")
 GPU_TOKENS = tuple(1024 << power for power in range(7))
 GPU_HIDDEN = (4096, 7168)
 CPU_TOKENS = (67, 800)
@@ -44,6 +45,7 @@ WORST_ERROR = 3e-2
 bit, which can move an e4m3 code by one step; a wrong row has an error near 1.4."""
 WRITER_ERROR, WRITER_EQUAL = 5e-3, 0.99
 NOT_THERE = "-"
+TABLE_WIDTH = 160
 
 
 class Usage(Exception):
@@ -69,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="cp_gather.py plot RESULT.json OUT.png plots an earlier result. Exit status: 0 ok, 1 failed, 2 usage.",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check rows and bytes on gloo")
-    parser.add_argument("--cp", type=int, nargs="+", choices=SIZES, help="default: what the visible GPUs allow; cpu: all")
+    parser.add_argument("--cp", type=int, nargs="+", choices=SIZES, help="default: all that the visible GPUs allow")
     parser.add_argument("--emulate-cp", type=int, choices=SIZES, metavar="N", help="one GPU as rank 0 of N (2, 4, 8)")
     parser.add_argument("--tokens", type=size, nargs="+", metavar="T", help="default: 1K to 64K; cpu: 67 800")
     parser.add_argument("--hidden", type=size, nargs="+", metavar="H", help="default: 4096 7168; cpu: 64 96")
@@ -103,8 +105,10 @@ def check_plot(path: Path | None) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise Usage(f"--plot {path}: allowed is a name that ends in .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
-        raise Usage("a plot needs matplotlib, which is not installed; pip install matplotlib, or run with --json and plot"
-                    " that file elsewhere: cp_gather.py plot RESULT.json OUT.png")  # fmt: skip
+        raise Usage(
+            "a plot needs matplotlib, which is not installed; pip install matplotlib, or run with --json and plot that"
+            " file elsewhere: cp_gather.py plot RESULT.json OUT.png"
+        )
 
 
 def visible_gpus() -> int:
@@ -284,7 +288,8 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         return [("Bytes that a rank receives", heading, rows)]
     found = []
     for cp, hidden in dict.fromkeys((cell["cp"], cell["hidden"]) for cell in cells):
-        heading = ["T", "design", "ms", "p10", "p90", "queued", "of stock", "MB in", "coll.", "peak MB", "limit", "x limit"]
+        heading = ["T", "design", "ms", "p10", "p90", "queued", "of stock", "MB in", "coll.", "peak MB", "limit"]
+        heading.append("x limit")
         times, parts = [], []
         for cell in cells:
             if (cell["cp"], cell["hidden"]) != (cp, hidden):
@@ -304,15 +309,14 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
                 ]
             )
             parts.append([str(cell["tokens"]), cell["design"]])
-            for name in ("plan", "mean", "project", "gather", "reorder", "head", "proof", "write"):
+            for name in PARTS:
                 part = cell["parts"].get(name)
                 parts[-1].append(
                     f"{milliseconds(part['in_path_ms'])} / {milliseconds(part['alone_ms'])}" if part else NOT_THERE
                 )
         where = f"cp {cp}, H {hidden}{note}"
         found.append((f"{where}: captured shard to pool rows, ms", heading, times))
-        names = ["plan", "mean", "project", "gather", "reorder", "head", "proof", "write"]
-        found.append((f"{where}: parts in the path / alone, ms", ["T", "design", *names], parts))
+        found.append((f"{where}: parts in the path / alone, ms", ["T", "design", *PARTS], parts))
     return found
 
 
@@ -337,9 +341,7 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         table.add_column(heading, justify="left" if index == left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    needed = console.measure(table).maximum
-    Console(width=max(console.width, needed)).print(table)
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)
 
 
 def report(result: Mapping[str, Any]) -> None:
@@ -436,11 +438,12 @@ def measure(jobs: Sequence[Any], result: dict[str, Any], timeout: float) -> None
             with contextlib.closing(run_ranks(job, deadline)) as messages:
                 for kind, value in messages:
                     if kind == "say":
-                        print(f"\r\x1b[K{value}" if live else value, end="" if live else "\n", file=sys.stderr, flush=True)
+                        before, after = ("\r\x1b[K", "") if live else ("", "\n")
+                        print(before + value, end=after, file=sys.stderr, flush=True)
                     elif kind == "facts":
                         result["facts"] = value
                     else:
-                        result[f"{kind[:4]}s" if kind == "cell" else kind].append(value)
+                        result["cells" if kind == "cell" else kind].append(value)
         except RanksFailed as error:
             result["problems"].append(str(error))
             return

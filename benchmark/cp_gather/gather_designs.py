@@ -33,7 +33,6 @@ STAGES = LAYERS
 WINDOW = 128
 PAGE = 256
 EPS = 1e-6
-PARTS = ("plan", "mean", "project", "gather", "reorder", "head", "proof", "write")
 
 State = dict[str, Any]
 Step = tuple[str, Callable[["Rank", State], None]]
@@ -169,7 +168,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the target's forward leaves on one rank: streams A x [P, 4, H]; hidden [P, H], normed, for `stock-packed`."""
+    """What the target's forward leaves on one rank.
+
+    Attributes:
+        streams: A x [P, 4, H].
+        hidden: [P, H], stands for the head's output on the shard, which `stock-packed` gathers; it gets it for free.
+    """
 
     streams: list[torch.Tensor]
     hidden: torch.Tensor
@@ -408,9 +412,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
         packed_of(state).write_tail(rows.mean(dim=1))
 
     def gather(rank: Rank, state: State) -> None:
-        state["arrived"] = gather_rows(
-            packed_of(state), state["plan"], functools.partial(rank.link.gather, "rows")
-        )
+        state["arrived"] = gather_rows(packed_of(state), state["plan"], functools.partial(rank.link.gather, "rows"))
 
     def head(rank: Rank, state: State) -> None:
         state["head"] = _of_requests(state["arrived"].tail, state["heads"], rank.shape.hidden)

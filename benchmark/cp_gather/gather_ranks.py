@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,7 @@ from gather_designs import (
 SABOTAGES = ("row", "payload", "raise")
 L2_BYTES = 60_000_000
 LINK_PROBE_BYTES = 1 << 28
+MATMUL_SIZE = 8192
 PROBE_RUNS = 12
 BLOCKS = 3
 PART_RUNS = 12
@@ -197,7 +199,7 @@ class Crew:
                 step(rank, state)
                 mark.record()
             torch.cuda.synchronize()
-            readings.append([one.elapsed_time(two) for one, two in zip(marks, marks[1:], strict=False)])
+            readings.append([one.elapsed_time(two) for one, two in itertools.pairwise(marks)])
         return [median(self.slowest(each)) for each in zip(*readings, strict=True)]
 
 
@@ -228,30 +230,46 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------------------- GPUs
 
 
-def rates(crew: Crew) -> dict[str, float]:
-    """What link and matrix units do by themselves: GB/s that arrive, TFLOP/s of an 8192^3 bf16 product."""
+def _link_rate(crew: Crew) -> tuple[int, float]:
+    """Bytes that arrive in the probe's all-gather, and GB/s."""
     cp, width = crew.job.cp, 4096
     rows = LINK_PROBE_BYTES // cp // (2 * width)
     local = torch.randn(rows, width, device=crew.device, dtype=torch.bfloat16)
     output = local.new_empty(cp * rows, width)
+    link: CountedLink = GroupLink(cp)
     if crew.job.mode == "emulate":
-        link: CountedLink = EmulatedLink(cp, {"probe": output.new_zeros((cp - 1) * rows, width)})
-    else:
-        link = GroupLink(cp)
-    crew.clock(lambda _: link.gather("probe", output, local), 3)
-    gather_ms = median(crew.slowest(crew.clock(lambda _: link.gather("probe", output, local), PROBE_RUNS, 0.5)))
-    del local, output, link
-    size = 8192
+        link = EmulatedLink(cp, {"probe": output.new_zeros((cp - 1) * rows, width)})
+
+    def once(_: int) -> None:
+        link.gather("probe", output, local)
+
+    crew.clock(once, 3)
+    received = (cp - 1) * rows * width * 2
+    return received, received / median(crew.slowest(crew.clock(once, PROBE_RUNS, 0.5))) / 1e6
+
+
+def _matmul_rate(crew: Crew) -> float:
+    """TFLOP/s of a square bf16 product."""
+    size = MATMUL_SIZE
     a, b = (torch.randn(size, size, device=crew.device, dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
-    crew.clock(lambda _: torch.mm(a, b, out=c), 3)
-    product_ms = median(crew.slowest(crew.clock(lambda _: torch.mm(a, b, out=c), PROBE_RUNS, 0.5)))
-    received = (cp - 1) * rows * width * 2
+
+    def once(_: int) -> None:
+        torch.mm(a, b, out=c)
+
+    crew.clock(once, 3)
+    return 2 * size**3 / median(crew.slowest(crew.clock(once, PROBE_RUNS, 0.5))) / 1e9
+
+
+def rates(crew: Crew) -> dict[str, float]:
+    """What link and matrix units do by themselves: GB/s that arrive, TFLOP/s."""
+    received, link = _link_rate(crew)
     return {
-        "cp": cp,
+        "cp": crew.job.cp,
         "link_probe_bytes": received,
-        "link_gb_s": received / gather_ms / 1e6,
-        "matmul_tflop_s": 2 * size**3 / product_ms / 1e9,
+        "link_gb_s": link,
+        "matmul_size": MATMUL_SIZE,
+        "matmul_tflop_s": _matmul_rate(crew),
     }
 
 

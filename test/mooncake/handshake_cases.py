@@ -179,6 +179,14 @@ class PrefillRank(_Rank):
         cp, tp = parallel_state.get_attn_cp_group().cpu_group, parallel_state.get_attn_tp_group().cpu_group
         return int(poll_and_all_reduce_attn_cp_tp_group([sender], cp, tp)[0])
 
+    def late_success(self, room: int) -> str:
+        """State of a room that failed and is called a success afterwards."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        for status in (KVPoll.Bootstrapping, KVPoll.Failed, KVPoll.Success):
+            self.manager.update_status(room, status)
+        return STATUS[int(self.manager.request_status.pop(room))]
+
     def open_rooms(self) -> list[int]:
         """Rooms that the manager still knows."""
         return sorted(self.manager.request_status)

@@ -6,19 +6,23 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from handshake_cases import ROWS, THEIRS
 
-from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS
+from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS, Registrations, tell
+from sglang_dspark_cp.core.handshake import Layout, named
 from sglang_dspark_cp.hooks.check import problems, sglang_root
 from sglang_dspark_cp.smoke import native
 from sglang_dspark_cp.smoke.arguments import write_model_folder
 from sglang_dspark_cp.smoke.processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
+STARTS_WITHIN_S = 180.0
+"""The first process waits for the fork server's import of SGLang."""
 ALL = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 HOOKS = tuple(hook.id for hook in HANDSHAKE_HOOKS)
 WITHOUT_OWN = tuple(hook for hook in HOOKS if hook != "own-state")
@@ -74,7 +78,7 @@ class Fleet:
             ranks = self.pool.spawn(
                 self._config("prefill", rank, name, environment, options) for rank in range(cp_size)
             )
-            self.pool.collect(ranks, 60)
+            self.pool.collect(ranks, STARTS_WITHIN_S)
             self.call(ranks, "tag")
             self.servers[name] = ranks
         return self.servers[name]
@@ -82,7 +86,7 @@ class Fleet:
     def decode(self, name: str, environment: dict[str, str] | None = None, **options: Any) -> RankProcess:
         if name not in self.decodes:
             rank = self.pool.spawn([self._config("decode", 0, name, environment, options | _dist_port())])
-            self.pool.collect(rank, 60)
+            self.pool.collect(rank, STARTS_WITHIN_S)
             self.decodes[name] = rank[0]
         return self.decodes[name]
 
@@ -270,6 +274,80 @@ def test_every_cp_rank_sends(fleet: Fleet) -> None:
     assert "draft swa x 3 buffers" in assert_refused(fleet.request("all-send", bad))
 
 
+def test_a_failed_room_never_becomes_a_success(fleet: Fleet, hooked: str) -> None:
+    assert fleet.call(fleet.servers[hooked], "late_success", next(fleet.rooms)) == ["Failed", "Failed"]
+
+
+# ------------------------------------------------------------------------------- the table, without SGLang around it
+
+
+def peer(session: str, needed: int = 1, dummy: bool = False) -> Any:
+    return SimpleNamespace(
+        endpoint="10.0.0.1",
+        dst_port=1,
+        mooncake_session_id=session,
+        required_dst_info_num=needed,
+        is_dummy=dummy,
+        room=7,
+    )
+
+
+def registration(session: str, draft_buffers: int) -> Any:
+    info = peer(session)
+    info.dst_kv_ptrs, info.dst_aux_ptrs, info.dst_kv_item_len = [0], [0], 64
+    info.dst_state_item_lens = [[8], [16] * draft_buffers]
+    return info
+
+
+@pytest.fixture
+def table() -> Registrations:
+    layout = Layout(1, 64, 1, named(["swa", "swa"], [[8], [16, 16, 16]]))
+    made = Registrations(layout, sends=True)
+    made["fits"], made["bad"] = registration("fits", 3), registration("bad", 2)
+    return made
+
+
+def test_one_decode_rank_that_differs_is_enough(table: Registrations) -> None:
+    assert table.reason([peer("fits", 2)]) is None
+    assert table.reason([peer("bad", 2)]) is None, "the other decode rank would not be told"
+    assert "draft swa x 3 buffers" in str(table.reason([peer("fits", 2), peer("bad", 2)]))
+    assert table.reason([peer("fits", 2), peer("fits", 2)]) is None
+    assert table.reason([]) is None
+
+
+def test_a_decode_that_registers_again_with_other_flags(table: Registrations) -> None:
+    table["bad"] = registration("bad", 3)
+    assert table.reason([peer("bad")]) is None
+    table["fits"] = registration("fits", 0)
+    assert table.reason([peer("fits")]) is not None
+
+
+def test_a_decode_that_never_registered(table: Registrations) -> None:
+    assert "never registered its buffers" in str(table.reason([peer("new")]))
+    assert table.reason([peer("new", dummy=True)]) is None
+
+
+def test_a_decode_that_cannot_be_told_does_not_stop_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    import zmq
+
+    told = []
+
+    def sync(endpoint: str, port: int, room: int, status: int, rank: int) -> None:
+        told.append((endpoint, port, room, status, rank))
+        if len(told) == 1:
+            raise zmq.Again()
+
+    manager = SimpleNamespace(
+        attn_tp_rank=0, pp_size=1, pp_rank=0, attn_cp_size=8, attn_cp_rank=3, sync_status_to_decode_endpoint=sync
+    )
+    tell(manager, [peer("a"), peer("b", dummy=True), peer("c")])
+    assert told == [("10.0.0.1", 1, 7, 0, 3)] * 2
+    assert "was not told" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ what stock does
+
+
 @pytest.mark.compat
 def test_stock_sends_to_a_decode_with_a_draft_without_one(fleet: Fleet, good: RankProcess) -> None:
     fleet.prefill("stock-bare", hooks=(), stages=0)
@@ -284,6 +362,11 @@ def test_stock_sends_another_state_ring(fleet: Fleet) -> None:
     _, seen = fleet.request("stock", fleet.decode("no-speculation", speculative=None))
     assert seen["status"] == "Success"
     assert next(iter(seen["bytes"].values())) != [0x11]
+
+
+@pytest.mark.compat
+def test_stock_calls_a_failed_room_a_success(fleet: Fleet) -> None:
+    assert fleet.call(fleet.prefill("stock", hooks=()), "late_success", next(fleet.rooms)) == ["Success"]
 
 
 @pytest.mark.compat

@@ -160,11 +160,12 @@ def _ask(launch: list[str], found: Answer, folder: Path) -> None:
     _choose_mode(server_args, found)
     found.resolved = {name: getattr(server_args, name, None) for name in RESOLVED}
     found.resolved["model_path"] = found.raw["model_path"]
-    draft = found.resolved["speculative_draft_model_path"]
-    if draft is not None and draft != server_args.model_path:
-        found.draft_folder = _local(draft, None)
+    draft = server_args.speculative_draft_model_path
+    if draft in (None, server_args.model_path):
+        draft, found.draft_folder = found.raw["model_path"], found.model_folder
     else:
-        found.draft_folder = found.model_folder
+        found.draft_folder = _local(draft, None)
+    found.resolved["speculative_draft_model_path"] = draft
 
 
 def _choose_mode(server_args: Any, found: Answer) -> None:
@@ -271,9 +272,7 @@ def resolve(
     except subprocess.TimeoutExpired:
         _end(process)
         _, log = process.communicate()
-        return Answer(
-            error=f"no answer within {timeout:g} s", traceback=first_traceback(log) or tail(log), broke=True
-        )
+        return Answer(error=f"no answer within {timeout:g} s", traceback=first_traceback(log) or tail(log), broke=True)
     except BaseException:
         _end(process)
         raise
