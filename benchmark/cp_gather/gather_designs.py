@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -142,8 +143,8 @@ class Projection:
     def __init__(self, hidden: int, device: torch.device) -> None:
         def weight(seed: int, *size: int) -> torch.Tensor:
             generator = torch.Generator(device).manual_seed(seed)
-            values = torch.randn(size, generator=generator, device=device) * size[-1] ** -0.5
-            return values.to(torch.bfloat16)
+            values = torch.randn(size, generator=generator, device=device)
+            return (values / math.sqrt(size[-1])).to(torch.bfloat16)
 
         self.main = weight(1, hidden, LAYERS * hidden)
         self.main_norm = (weight(2, hidden) + 1).contiguous()
@@ -225,7 +226,7 @@ class Rank:
         self.projection = Projection(shape.hidden, device)
         size = (pages + 1, reference.page_bytes(PAGE))
         self.pools = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(STAGES)]
-        self.layers = torch.nn.ModuleList([CapturedLayer() for _ in range(LAYERS)])
+        self.layers = [CapturedLayer() for _ in range(LAYERS)]
 
     def other(self, cp_rank: int, link: Link) -> Rank:
         """Another rank of the same forward, with weights and pools of this one."""

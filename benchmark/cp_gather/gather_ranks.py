@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,7 @@ from gather_designs import (
 
 SABOTAGES = ("row", "payload", "raise")
 L2_BYTES = 60_000_000
+MOST_SETS = 64
 LINK_PROBE_BYTES = 1 << 28
 MATMUL_SIZE = 8192
 PROBE_RUNS = 12
@@ -285,12 +286,12 @@ def _emulated(rank: Rank, steps: Sequence[Step]) -> EmulatedLink:
     return EmulatedLink(rank.shape.cp, {tag: torch.cat(each) for tag, each in sent.items()})
 
 
-def _peak(action: Callable[[], Any]) -> int:
+def _peak(action: Callable[[int], Any]) -> int:
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    action()
+    action(0)
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated() - before)
 
@@ -319,7 +320,8 @@ def measure_shape(crew: Crew, shape: Shape) -> None:
     job, device = crew.job, crew.device
     rank = Rank(shape, crew.cp_rank, device, Recorder())
     set_bytes = sum(each.numel() for each in make_inputs(shape, crew.cp_rank, 0, device).streams) * 2
-    sets = [make_inputs(shape, crew.cp_rank, number, device) for number in range(max(2, -(-2 * L2_BYTES // set_bytes)))]
+    count = min(MOST_SETS, max(2, -(-2 * L2_BYTES // set_bytes)))
+    sets = [make_inputs(shape, crew.cp_rank, number, device) for number in range(count)]
     paths = {design.name: steps_of(design) for design in DESIGNS}
     links: dict[str, CountedLink] = {}
     cells: dict[str, dict[str, Any]] = {}
@@ -366,7 +368,7 @@ def measure_shape(crew: Crew, shape: Shape) -> None:
                 "refused": [text for _, text in checks if text],
             },
             "launch_ms": max(crew.objects(launched)),
-            "peak_bytes": max(crew.objects(_peak(lambda once=once: once(0)))),
+            "peak_bytes": max(crew.objects(_peak(once))),
             "input_sets": len(sets),
         }
 
@@ -441,6 +443,7 @@ def _on_gpus(crew: Crew) -> None:
 def _on_cpus(crew: Crew) -> None:
     sabotage = crew.job.sabotage if crew.cp_rank == crew.job.cp - 1 else ""
     for shape in crew.job.shapes:
+        crew.tell("say", f"cp {shape.cp}, H {shape.hidden}, T {shape.tokens}: rows without CP")
         rows, head = reference_pools(shape)
         link = GroupLink(shape.cp, sabotage)
         rank = Rank(shape, crew.cp_rank, crew.device, link)
@@ -511,7 +514,7 @@ class RanksFailed(Exception):
     """A rank raised, died or took too long; the text holds its traceback."""
 
 
-def run_ranks(job: Job, deadline: float) -> Iterator[tuple[str, Any]]:
+def run_ranks(job: Job, deadline: float) -> Generator[tuple[str, Any], None, None]:
     """Run a job and pass on what rank 0 tells: ("say", text), ("facts", ...), ("rates", ...), ("cell", ...).
 
     Args:

@@ -40,7 +40,7 @@ def _write_row(
         tile = tl.arange(0, 8)[:, None]
         column = tile * 64 + tl.arange(0, 64)[None, :]
         x = tl.load(source + column).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / 512 + eps)
+        inverse = tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) * (1.0 / 512) + eps)
         y = x * inverse * tl.load(weight + column).to(tl.float32)
 
         page_start = (slot // PAGE).to(tl.int64) * PAGE_BYTES

@@ -20,7 +20,7 @@ class AlignmentError(DsparkCpError, RuntimeError):
 
 
 class TransferError(DsparkCpError, RuntimeError):
-    """Draft KV of a request cannot be sent because it was not injected completely."""
+    """Draft KV of a request cannot be sent: not injected completely, not registered, or not what decode expects."""
 
 
 class DraftLoadError(DsparkCpError, ValueError):

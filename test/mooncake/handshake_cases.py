@@ -1,4 +1,4 @@
-"""Ranks of `test_handshake`: SGLang's Mooncake manager, sender and receiver on the smoke's pools; no scheduler."""
+"""Ranks of `test_decode_refusal`: SGLang's Mooncake manager, sender and receiver on the smoke's pools; no scheduler."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS
+from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS, tell
 from sglang_dspark_cp.hooks import install
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke import native
@@ -154,7 +155,7 @@ class PrefillRank(_Rank):
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
         self.requests[room] = sender = MooncakeKVSender(self.manager, "unused", room, [self.config.rank], 0)
-        sent, poll = False, None
+        sent, poll = False, int(KVPoll.Bootstrapping)
         for _ in range(steps):  # by count, so that all ranks leave together
             poll = self._poll(sender)
             if poll in (KVPoll.Failed, KVPoll.Success):
@@ -169,7 +170,7 @@ class PrefillRank(_Rank):
             return STATUS[poll], self.failure(room)
         if poll == KVPoll.Success:
             self.requests.pop(room).clear()
-        return STATUS[int(poll)], ""
+        return STATUS[poll], ""
 
     @staticmethod
     def _poll(sender: Any) -> int:
@@ -178,6 +179,26 @@ class PrefillRank(_Rank):
 
         cp, tp = parallel_state.get_attn_cp_group().cpu_group, parallel_state.get_attn_tp_group().cpu_group
         return int(poll_and_all_reduce_attn_cp_tp_group([sender], cp, tp)[0])
+
+    def tell_while_the_first_is_gone(self) -> list[tuple[Any, ...]]:
+        """What is sent to three decodes, of which the first cannot be reached and the second is a dummy."""
+        import zmq
+
+        told: list[tuple[Any, ...]] = []
+
+        def sync(*message: Any) -> None:
+            told.append(message)
+            if len(told) == 1:
+                raise zmq.Again()
+
+        peers = [
+            SimpleNamespace(endpoint="10.0.0.1", dst_port=port, mooncake_session_id=name, room=7, is_dummy=port == 2)
+            for port, name in ((1, "a"), (2, "b"), (3, "c"))
+        ]
+        self.manager.sync_status_to_decode_endpoint = sync
+        tell(self.manager, peers)
+        del self.manager.sync_status_to_decode_endpoint
+        return told
 
     def late_success(self, room: int) -> str:
         """State of a room that failed and is called a success afterwards."""

@@ -59,6 +59,7 @@ def test_cp_prefill_to_dp8_decode(capsys: pytest.CaptureFixture[str], cp_size: i
         *("no-decode-init", "proof", "capture-gather", "align-inject", "settle", "send-complete", "finish"),
         *("context-stage", "context-markov", "context-draft", "context-load"),
         *("context-forward", "context-read", "context-worker", "head-on-shard", "head-rows"),
+        *("own-state", "compare-registration", "refuse-decode", "state-rows"),
     }
     # The smoke never drafts, loads from memory, has no room for the worker's constructor and makes no logits; for these
     # see test/sglang/test_draft.py and test_forward.py.

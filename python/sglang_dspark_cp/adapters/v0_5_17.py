@@ -22,6 +22,7 @@ from ..hooks.spec import Hook, ReliesOn, Tier
 from .draft_v0_5_17 import DRAFT_HOOKS
 from .forward_v0_5_17 import gather_before_head, inject_target_hidden, model_forward, pruned_states
 from .gather_mode import CacheSetup, choose
+from .handshake_v0_5_17 import HANDSHAKE_HOOKS, fail_room
 from .runtime import runtime
 
 logger = logging.getLogger(__name__)
@@ -282,18 +283,8 @@ def _fail(req: Any, text: str) -> None:
 
     Stock's next poll, reduced over the CP ranks, then aborts the request everywhere and answers its client.
     """
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
     sender = req.disagg_kv_sender
-    manager, room = sender.kv_mgr, sender.bootstrap_room
-    if manager.request_status.get(room) in (None, KVPoll.Failed):
-        return
-    manager.record_failure(room, text)
-    manager.update_status(room, KVPoll.Failed)
-    rank = (manager.attn_tp_rank * manager.pp_size + manager.pp_rank) * manager.attn_cp_size + manager.attn_cp_rank
-    for peer in list(manager.transfer_infos.get(room, {}).values()):
-        if not peer.is_dummy:
-            manager.sync_status_to_decode_endpoint(peer.endpoint, peer.dst_port, peer.room, KVPoll.Failed, rank)
+    fail_room(sender.kv_mgr, sender.bootstrap_room, text)
 
 
 def _drop_cached_prefixes(tree_cache: Any) -> None:
@@ -483,6 +474,7 @@ PATH_HOOKS = (
         upstream="none, because it follows from the checks above",
         remove_when="the checks above go",
     ),
+    *HANDSHAKE_HOOKS,
 )
 
 WORKER_HOOKS = (*PATH_HOOKS, *DRAFT_HOOKS)

@@ -72,7 +72,7 @@ def ask_sglang(launch: Sequence[str], timeout: float) -> Answer:
 
 def diagnose(role: str | None, launch: Sequence[str], answer: Answer, machine: Machine) -> list[Check]:
     """Every check, by area."""
-    side = role_of(role, answer)
+    side = role_of(role, answer, launch)
     return [
         *release_checks(side, machine),
         *argument_checks(role, answer),
@@ -98,8 +98,8 @@ def _print(role: str | None, checks: Sequence[Check]) -> None:
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 150)
     for area, group in groupby(checks, key=lambda check: check.area):
-        table = Table(title=area, box=box.SIMPLE, title_justify="left", show_header=False, expand=True)
-        for width in (12, 26):
+        table = Table(title=area, box=box.SIMPLE, title_justify="left", show_header=False)
+        for width in (11, 31):
             table.add_column(width=width)
         table.add_column()
         for check in group:
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         print("SGLang reads the arguments, that takes a minute ...", file=sys.stderr)
     answer = ask_sglang(launch, args.timeout)
     checks = diagnose(args.role, launch, answer, Machine())
-    role = role_of(args.role, answer)
+    role = role_of(args.role, answer, launch)
     if args.json:
         print(json.dumps(report(role, checks)))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,16 @@ V4_PAGE = 256
 TYPICAL_CHUNK = 8192
 
 _VIOLATION = re.compile(
-    r"found (?P<found>.+?); allowed(?: is|:) (?P<allowed>.+?); because (?P<why>.+?); fix: (?P<fix>.+)"
+    r"found (?P<found>.+?); allowed(?: is|:) (?P<allowed>.+?)[;,] because (?P<why>.+?); fix: (?P<fix>.+)"
 )
 
 
-def role_of(asked: str | None, answer: Answer) -> str | None:
-    """The role that was asked for, else that of the arguments."""
-    mode = answer.raw.get("disaggregation_mode")
+def role_of(asked: str | None, answer: Answer, launch: Sequence[str] = ()) -> str | None:
+    """The role that was asked for, else that of the arguments, as SGLang read them or, if it did not, as they stand."""
+    flag = "--disaggregation-mode"
+    spelt = [word for pair in pairwise(launch) for word in pair[1:] if pair[0] == flag]
+    spelt += [word.partition("=")[2] for word in launch if word.startswith(f"{flag}=")]
+    mode = answer.raw.get("disaggregation_mode", spelt[-1] if spelt else None)
     return asked or (mode if mode in ROLES else None)
 
 
@@ -131,7 +135,7 @@ def _prefill(answer: Answer) -> list[Check]:
                 "speculation",
                 f"speculation {resolved['speculative_algorithm']} on prefill",
                 "DSPARK on both sides or on none",
-                "a decode worker with DSPARK waits for draft KV that this worker does not make; the plugin does nothing",
+                "a decode worker with DSPARK waits for draft KV that is not made here; the plugin does nothing",
                 "--speculative-algorithm DSPARK, or leave it out on decode too",
             )
         ]

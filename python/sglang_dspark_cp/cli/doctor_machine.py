@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata as metadata
 import json
 import re
@@ -60,7 +61,7 @@ def _release(release: str, root: Path, role: str | None, machine: Machine) -> li
                 reviewed,
                 "the feature is refused in a release that was not reviewed"
                 if needed
-                else "the plugin does nothing on decode, but prefill needs a reviewed release, and both should be equal",
+                else "the plugin does nothing on decode, but prefill needs a reviewed release, and both should agree",
                 f"pip install sglang=={next(iter(adapters.REVIEWED))}",
             )
         ]
@@ -182,7 +183,7 @@ def transfer_checks(role: str | None, answer: Answer, machine: Machine) -> list[
 
 def _import_mooncake(machine: Machine) -> Check:
     done = machine.command([sys.executable, "-c", "import mooncake.engine"])
-    package = next(iter(metadata.packages_distributions().get("mooncake", ())), None)
+    package = mooncake_package()
     if done is not None and done.status == 0:
         release = metadata.version(package) if package else "of unknown version"
         return passed(TRANSFER, "mooncake", f"mooncake.engine imports, {package or 'mooncake'} {release}")
@@ -206,6 +207,12 @@ def _import_mooncake(machine: Machine) -> Check:
         "KV and draft KV travel over Mooncake on both sides",
         fix,
     )
+
+
+@functools.cache
+def mooncake_package() -> str | None:
+    """The distribution that Mooncake is from; there is one for each CUDA release."""
+    return next(iter(metadata.packages_distributions().get("mooncake", ())), None)
 
 
 def rdma_devices(machine: Machine) -> dict[str, bool]:

@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_checkpoint(commands)
     _add_hooks(commands)
     _add_plan(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -85,6 +86,14 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = commands.add_parser("plan", help="bytes, memory and time of each way to gather, for a model and a chunk")
     plan.add_arguments(parser)
     parser.set_defaults(run=plan.run)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from . import doctor
+
+    parser = commands.add_parser("doctor", help="say before a start whether this machine and these arguments will work")
+    doctor.add_arguments(parser)
+    parser.set_defaults(run=doctor.run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

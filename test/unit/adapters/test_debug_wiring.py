@@ -14,6 +14,7 @@ from sglang_dspark_cp import adapters, plugin
 from sglang_dspark_cp.adapters import debug_v0_5_17 as debug
 from sglang_dspark_cp.adapters import runtime as runtime_module
 from sglang_dspark_cp.adapters import v0_5_17 as adapter
+from sglang_dspark_cp.adapters.gather_mode import CacheSetup
 from sglang_dspark_cp.config import Config
 from sglang_dspark_cp.core.inject import Ledger
 from sglang_dspark_cp.errors import ActivationError
@@ -50,6 +51,7 @@ def test_what_a_worker_gets(
     installed: list[Hook] = []
     monkeypatch.setattr(adapter, "install", installed.extend)
     monkeypatch.setattr(debug, "install", installed.extend)
+    monkeypatch.setattr(adapter, "cache_setup_of", lambda args: CacheSetup(radix=True, page=256, window=128))
     args = SimpleNamespace(disaggregation_mode=mode, attn_cp_size=cp_size)
     algorithm = SimpleNamespace(is_dspark=lambda: dspark)
     assert adapter.create_worker(lambda algorithm, args: "worker", algorithm, args) == "worker"

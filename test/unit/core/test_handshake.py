@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -20,7 +21,7 @@ PREFILL = Layout(62, 37440, 13, named(KINDS, ITEMS))
 DECODE = Layout(62, 37440, 13, unnamed(ITEMS))
 
 
-def decode_with(**other: object) -> Layout:
+def decode_with(**other: Any) -> Layout:
     return dataclasses.replace(DECODE, **other)
 
 
@@ -95,7 +96,7 @@ def test_only_a_second_window_component_is_the_draft() -> None:
         ({"aux_buffers": 10}, ["10 metadata buffers", "13 metadata buffers", "same SGLang release"]),
     ],
 )
-def test_what_a_refusal_says(other: dict[str, object], words: list[str]) -> None:
+def test_what_a_refusal_says(other: dict[str, Any], words: list[str]) -> None:
     text = refused(decode_with(**other))
     assert [word for word in words if word not in text] == []
 

@@ -25,6 +25,7 @@ def parse(*options: str) -> argparse.Namespace:
     parser.add_argument("--inject-fault", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--mode")
     cuda.add_arguments(parser)
     return parser.parse_args(options)
 
