@@ -18,7 +18,7 @@ import torch
 from ..config import GatherMode
 from ..core.capture import AuxCapture
 from ..core.gather import ArrivedRows, gather_rows
-from ..core.inject import BatchProof, to_device
+from ..core.inject import BatchProof, GatherSpan, to_device
 from ..core.layout import SendPlan, last_rows, rows_per_rank, send_all, send_some, shard
 from ..core.pack import PackedRows
 from ..core.project import pack_context, pack_kv
@@ -148,7 +148,11 @@ def _forward_on_shard(
     if heads is not None:
         packed.write_tail(last_hidden)
     spoil_packed(fault, cp_rank, packed)
-    arrived = gather_rows(packed, plan, attn_cp_all_gather_into_tensor)
+    gather = attn_cp_all_gather_into_tensor
+    if state.metrics is not None:
+        proof.gather_span = GatherSpan(device)
+        gather = functools.partial(_timed, proof.gather_span, gather)
+    arrived = gather_rows(packed, plan, gather)
     extend_lens = [end - start for start, end in proof.spans]
     arrived = dataclasses.replace(arrived, order=spoil_order(fault, cp_rank, extend_lens, arrived.order))
     ticket = arrived.hidden.new_empty(proof.tokens, 1)
@@ -159,6 +163,12 @@ def _forward_on_shard(
         last_hidden = heads.of_requests(arrived.tail, model.hidden_size, len(proof.spans))
         state.last_hidden = last_hidden
     return (last_hidden, before_head), ticket
+
+
+def _timed(span: GatherSpan, gather: Callable[[Any, Any], None], output: torch.Tensor, rows: torch.Tensor) -> None:
+    span.mark()
+    gather(output, rows)
+    span.mark()
 
 
 def _plan(state: Runtime, proof: BatchProof, cp_size: int) -> SendPlan:

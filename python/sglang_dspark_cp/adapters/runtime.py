@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import AlignLevel, Config, Fault, GatherMode
 from ..core.inject import BatchProof, Ledger
+from .metrics import Metrics
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Runtime:
     """Rows for the LM head of the forward that runs now (`Heads` of the adapter)."""
     last_hidden: Any = None
     """[requests, H], on its way from the forward to the logits processor."""
+    metrics: Metrics | None = None
+    """With --enable-metrics, on the ranks whose metrics SGLang serves; from the first batch on."""
     draft_loading: bool = False
     """Weights are being read for the draft now."""
     draft_loaded: bool = False

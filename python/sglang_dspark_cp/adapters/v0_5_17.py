@@ -23,6 +23,7 @@ from .draft_v0_5_17 import DRAFT_HOOKS
 from .forward_v0_5_17 import gather_before_head, inject_target_hidden, model_forward, pruned_states
 from .gather_mode import CacheSetup, choose
 from .handshake_v0_5_17 import HANDSHAKE_HOOKS, fail_room
+from .metrics import LOG_EVERY, Metrics, log_line
 from .runtime import runtime
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,25 @@ def process_batch_result(original: Callable[..., None], scheduler: Any, batch: A
             logger.error("AlignmentError on attn_cp_rank %d: %s", _cp_rank(), error)
             for req, (start, end) in zip(batch.reqs, proof.spans, strict=True):
                 _refuse(scheduler, req, start, end, f"AlignmentError: {error}")
+        _report(scheduler, proof)
     return original(scheduler, batch, result)
+
+
+def _report(scheduler: Any, proof: BatchProof) -> None:
+    """Metrics, where SGLang serves any, and a line in the log now and then. Once per batch."""
+    state = runtime()
+    counters = state.require_ledger(_cp_rank()).counters
+    refused = len(scheduler.disagg_prefill_bootstrap_queue.kv_manager.decode_kv_args_table.refused)
+    if counters.forwards % LOG_EVERY == 0:
+        logger.info("sglang-dspark-cp: %s", log_line(counters, refused))
+    if not scheduler.metrics_reporter.enable_metrics:
+        return
+    if state.metrics is None:
+        if not scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
+            return
+        labels = scheduler.metrics_collector.labels
+        state.metrics = Metrics(labels, gather=state.mode.value, align=state.config.align.value)
+    state.metrics.update(counters, [] if proof.gather_span is None else [proof.gather_span.seconds()], refused)
 
 
 def send_kv_chunk(
@@ -228,6 +247,8 @@ def send_kv_chunk(
         from .debug_v0_5_17 import dump_prefill_rows
 
         dump_prefill_rows(scheduler, req)
+    if last_chunk:
+        ledger.counters.rows_sent += min(scheduler.sliding_window_size, len(req.origin_input_ids))
     return original(scheduler, req, last_chunk=last_chunk, end_idx=end_idx)
 
 

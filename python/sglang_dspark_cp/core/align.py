@@ -21,6 +21,7 @@ fail the same requests with the same text and none waits alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,10 +80,18 @@ def digest(positions: torch.Tensor, cache_loc: torch.Tensor) -> torch.Tensor:
 
     A multiplicative hash with wrap-around int64 arithmetic: it tells accidents apart, it is not cryptographic.
     """
-    index = torch.arange(positions.shape[0], dtype=torch.int64, device=positions.device)
-    weight = (index * 2 + 1) * _PHI
-    mixed = positions.to(torch.int64) * weight + cache_loc.to(torch.int64) * (weight ^ _MIX)
+    rows = positions.shape[0]
+    weight, other = _weights(1 << max(rows - 1, 0).bit_length(), positions.device)
+    mixed = positions.to(torch.int64) * weight[:rows] + cache_loc.to(torch.int64) * other[:rows]
     return (mixed ^ (mixed >> 29)).sum()
+
+
+@functools.lru_cache(maxsize=32)
+def _weights(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of the digest for rows 0 .. size - 1; they depend on the row's number only."""
+    index = torch.arange(size, dtype=torch.int64, device=device)
+    weight = (index * 2 + 1) * _PHI
+    return weight, weight ^ _MIX
 
 
 def mismatches(address: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ per process knows which positions of which request were injected and proved.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,30 @@ MAX_OPEN_REQUESTS = 65536
 
 NOT_WRITTEN = -1
 """A cache location that SGLang's pool maps to slot -1, which its row writers skip."""
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class GatherSpan:
+    """Time of one collective, without waiting for it: two events on a GPU, the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [_event() for _ in range(2)] if device.type == "cuda" else []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        """Call before and after the collective."""
+        if self._events:
+            self._events[len(self._times)].record()
+        self._times.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Call only after the batch's results reached the host."""
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._times[1] - self._times[0]
 
 
 class BatchProof:
@@ -58,7 +83,12 @@ class BatchProof:
         self._hidden: torch.Tensor | None = None
         self._address: torch.Tensor | None = None
         self._order: torch.Tensor | None = None
+        self._real: torch.Tensor | None = None
+        """[N] bool: which rows belong to a token; None with `_order`."""
+        self._arranged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ticket: torch.Tensor | None = None
+        self.gather_span: GatherSpan | None = None
+        """Where the time of the gather can be read once the batch's results are on the host."""
         self._missing_rows = 0
         self._counts = HostCounts(self.tokens, 0, 0, 0, 0, 0, 0, 0, 0)
         self._device_words: torch.Tensor | None = None
@@ -92,13 +122,17 @@ class BatchProof:
         self.rows = self.tokens if rows is None else rows
         if arrived.order is not None:
             self._order = to_device(arrived.order, arrived.hidden.device)
+            self._real = self._order >= 0
 
     def arranged(self, values: torch.Tensor, nothing: int = 0) -> torch.Tensor:
         """Values [T] of the batch in the order of the rows, [N]; `nothing` where a row belongs to no token."""
-        order = self._order
-        if order is None:
+        order, real = self._order, self._real
+        if order is None or real is None:
             return values
-        return torch.where(order >= 0, values[order.clamp(min=0)], nothing)
+        if self._arranged is None or self._arranged[0] is not values:
+            # A row of no token reads the last value, which the next line replaces.
+            self._arranged = values, torch.where(real, values[order], nothing)
+        return self._arranged[1]
 
     def admit(
         self,
@@ -135,7 +169,6 @@ class BatchProof:
             injected=1,
         )
         address, self._hidden, self._address, self._ticket = self._address, None, None, None
-        order = self._order
         if not self.check_shape:
             return self.arranged(cache_loc, NOT_WRITTEN)
         unproved = self._missing_rows and not self.check_rows  # with addresses, the rows themselves fail below
@@ -144,18 +177,20 @@ class BatchProof:
         wanted = self.arranged(cache_loc, NOT_WRITTEN)
         if not self.check_rows or not self.tokens:
             return wanted
+        order, real = self._order, self._real
+        places = self.arranged(positions)
         unmapped = to_swa(wanted) <= 0
-        bad = mismatches(address, self.arranged(positions), wanted) if address is not None else None
-        if order is not None:
-            unmapped &= order >= 0
-            bad = None if bad is None else bad & (order >= 0).unsqueeze(1)
+        bad = mismatches(address, places, wanted) if address is not None else None
+        if real is not None:
+            unmapped &= real
+            bad = None if bad is None else bad & real.unsqueeze(1)
         self._device_words = _to_host(device_words(bad, unmapped, digest(positions, cache_loc), order))
         failed = unmapped if bad is None else unmapped | bad.any(dim=1)
         return torch.where(failed, NOT_WRITTEN, wanted)
 
     def drop_hidden(self) -> None:
         """Let go of the raw hidden rows on every exit path."""
-        self._hidden = self._address = self._order = self._ticket = None
+        self._hidden = self._address = self._order = self._real = self._ticket = self._arranged = None
 
     def words(self) -> torch.Tensor:
         """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host."""
@@ -197,6 +232,8 @@ class Counters:
     """Rows of tokens that came out of them."""
     rows_injected: int = 0
     """Rows that were written, also of batches too small for CP."""
+    rows_sent: int = 0
+    """Rows of final windows, per stage, that were given to the transfer."""
     heads_sent: int = 0
     """Rows for the LM head that this rank gave to the gathers."""
     alignment_failures: int = 0
