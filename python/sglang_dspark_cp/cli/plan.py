@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--boundary",
         choices=("dropped", "kept"),
         default="dropped",
-        help="kept: add the target's own [T,4H] gather, which SGLang 0.5.17's forward makes, to the plugin's rows",
+        help="kept: with the target's own [T,4H] gather, which stays for batches that want input logprobs",
     )
     parser.add_argument("--experts", choices=costs.DTYPES, help="dtype of the draft's routed experts (default: config)")
     parser.add_argument(
@@ -151,11 +151,8 @@ def _notes(shape: ModelShape, chunk: Chunk, boundary: bool) -> list[str]:
     ]
     if shape.linear == "fp8":
         notes.append("projections of fp8 weights run in fp8: give their rate with --matmul")
-    if not boundary:
-        notes.append(
-            f"plugin rows show the plugin's own gather; SGLang 0.5.17's forward also gathers [T,{shape.hc_mult}H] for"
-            " the head (--boundary kept adds it)"
-        )
+    if boundary:
+        notes.append(f"with SGLang's own gather [T,{shape.hc_mult}H] before the head, as for input logprobs")
     if not chunk.split:
         notes.append("fewer tokens than ranks: SGLang runs this forward without CP, nothing is gathered")
     if shape.expert_assumed:

@@ -492,8 +492,8 @@ def designs(shape: ModelShape, chunk: Chunk, rates: Rates, *, boundary: bool = F
         shape: the model.
         chunk: the forward.
         rates: for `milliseconds`.
-        boundary: the target's own gather [T, 4H] before the head goes on beside this plugin's gather, as in
-            SGLang 0.5.17's forward. Off: the plugin's rows show its own gather only.
+        boundary: the target's own gather [T, 4H] before the head stays beside this plugin's gather, as it does for
+            batches that want input logprobs. Off: the plugin's rows show its own gather only.
     """
     hidden, kv_width = shape.hidden, shape.stages * shape.head_dim
     tokens, per_rank = chunk.tokens, chunk.rows_per_rank
