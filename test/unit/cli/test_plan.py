@@ -163,8 +163,11 @@ def test_the_text_has_every_design_and_part(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for words in ("stock 0.5.18-style per layer", "stock 0.5.23", "packed", "window", "[T,3H]+addr", "Markov head"):
         assert words in text
-    for number in ("308.4", "704.9", "5,053.6", "assumed", "--boundary kept"):
+    for number in ("308.4", "704.9", "5,053.6", "assumed"):
         assert number in text
+    assert "before the head" not in text
+    assert call("--model", "pro", "--boundary", "kept") == 0
+    assert "with SGLang's own gather [T,4H] before the head" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
