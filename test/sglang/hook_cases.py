@@ -10,6 +10,25 @@ from typing import Any
 
 from sglang_dspark_cp.smoke.processes import RankConfig
 
+CACHE_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "enable_hierarchical_cache",
+            "enable_streaming_session",
+            "enable_session_radix_cache",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_hisparse",
+            "disable_radix_cache",
+        ),
+        False,
+    ),
+    "radix_cache_backend": None,
+    "page_size": 256,
+    "get_model_config": lambda: SimpleNamespace(sliding_window_size=128),
+}
+"""What the choice of the gather mode reads of a `ServerArgs`."""
+
 
 class Cases:
     """A rank of `smoke.processes.RankPool` whose methods are the cases; one process runs one of them."""
@@ -123,7 +142,9 @@ class Cases:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         def arguments(mode: str, cp_size: int) -> Any:
-            return SimpleNamespace(disaggregation_mode=mode, attn_cp_size=cp_size, enable_multi_layer_eagle=False)
+            return SimpleNamespace(
+                disaggregation_mode=mode, attn_cp_size=cp_size, enable_multi_layer_eagle=False, **CACHE_ARGUMENTS
+            )
 
         others = [
             ("DSPARK", "prefill", 1),
@@ -167,7 +188,7 @@ class Cases:
         escaped = self._load()
         if table == "WORKER_HOOKS":
             assert escaped is None
-            arguments = SimpleNamespace(disaggregation_mode="prefill", attn_cp_size=8)
+            arguments = SimpleNamespace(disaggregation_mode="prefill", attn_cp_size=8, **CACHE_ARGUMENTS)
             try:
                 SpeculativeAlgorithm.DSPARK.create_worker(arguments)
             except SystemExit as error:

@@ -142,6 +142,8 @@ def test_counters_follow(pool: RankPool, ranks: Ranks) -> None:
             "forwards": 1,
             "cp_forwards": 1,
             "aux_collectives": 1,
+            "rows_on_shard": 4,
+            "heads_sent": 1,
             "rows_captured": 4,
             "rows_gathered": 13,
             "gather_bytes": 3 * wire_bytes(list(range(13)), [13], 4, "packed"),

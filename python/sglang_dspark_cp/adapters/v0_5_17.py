@@ -29,6 +29,7 @@ from .runtime import runtime
 logger = logging.getLogger(__name__)
 
 MODEL_ARCHITECTURE = "DeepseekV4ForCausalLM"
+NO_PAGE = -1
 
 
 # ---------------------------------------------------------------------------------------------- argument handling
@@ -294,7 +295,12 @@ def _refuse(scheduler: Any, req: Any, start: int, end: int, text: str) -> None:
 
 
 def _pages(req_to_token_pool: Any, page_size: int, req: Any, start: int, end: int) -> set[int]:
-    """KV pages of a request's positions [start, end); a host sync, used after a refusal only."""
+    """KV pages of a request's positions [start, end); a host sync, used after a refusal only.
+
+    A request that was aborted meanwhile has given its pages back; the prefix cache is emptied all the same.
+    """
+    if req.req_pool_idx is None:
+        return {NO_PAGE}
     loc = req_to_token_pool.req_to_token[req.req_pool_idx, start:end]
     return set((loc // page_size).unique().tolist())
 

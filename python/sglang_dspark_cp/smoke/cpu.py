@@ -47,10 +47,13 @@ class RowCheck:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the CPU run."""
+    from . import soak
+
     group = parser.add_argument_group("CPU run")
     group.add_argument("--prefill-cp", type=int, default=8, metavar="N", help="prefill ranks: 2, 4 or 8 (default 8)")
     group.add_argument("--decode-dp", type=int, default=8, metavar="M", help="decode ranks, 1 to 8 (default 8)")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL with a `prompt` or `question` per line")
+    group.add_argument("--only-prompts", action="store_true", help="no requests beside those of the prompts file")
     group.add_argument("--chunk", type=int, default=512, metavar="N", help="chunked prefill size in tokens")
     group.add_argument("--max-tokens", type=int, metavar="N", help="leave out prompts of more than N tokens")
     group.add_argument("--no-overlap", action="store_true", help="process each batch's result before the next batch")
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-fused", action="store_true", help="without the fused mHC path")
     group.add_argument("--all-cp-ranks", action="store_true", help="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1")
     group.add_argument("--timeout", type=float, default=120.0, metavar="S", help="bound on the requests' part, seconds")
+    soak.add_arguments(group)
 
 
 def usage_error(args: argparse.Namespace) -> str | None:
@@ -75,17 +79,26 @@ def usage_error(args: argparse.Namespace) -> str | None:
             config.from_environment({config.FAULT: fault})
         except config.ConfigError as error:
             return f"--inject-fault {fault}: {error}"
+    if args.soak is not None:
+        from . import soak
+
+        return soak.usage_error(args)
     return None
 
 
 def run(args: argparse.Namespace) -> int:
     """Run and report; 0 ok, 1 failed, 2 usage."""
+    from . import soak
+
     console = Console(stderr=True, highlight=False)
     if (text := usage_error(args)) is not None:
         console.print(f"[red]{text}[/red]")
         return 2
     try:
-        prompts = build(read_questions(args.prompts), args.prefill_cp, args.chunk, args.max_tokens)
+        questions = [] if args.soak else read_questions(args.prompts)
+        prompts = [] if args.soak else build(questions, args.prefill_cp, args.chunk, args.max_tokens)
+        if args.only_prompts:
+            prompts = prompts[: len(questions)]
     except WorkloadError as error:
         console.print(f"[red]{error}[/red]")
         return 2
@@ -94,16 +107,30 @@ def run(args: argparse.Namespace) -> int:
         folder = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            report = _Run(args, prompts, folder, console).result()
+            report = (soak.SoakRun if args.soak else CpuRun)(args, prompts, folder, console).result()
         except (DsparkCpError, KeyboardInterrupt) as error:
             report = _base_report(args, prompts) | {"ok": False, "reasons": [f"{type(error).__name__}: {error}"]}
     report["seconds"] = round(time.monotonic() - started, 2)
     if args.keep:
         (args.keep / "report.json").write_text(json.dumps(report, indent=1))
-    _print(report, console)
+    if args.soak:
+        soak.show(report, console)
+    else:
+        _print(report, console)
     if args.json:
         print(json.dumps(report))
     return 0 if report["ok"] else 1
+
+
+PATIENCE = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "60",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "60",
+    "MC_TRANSFER_TIMEOUT": "60",
+}
+"""Mooncake's TCP lane gives a write up that waits too long; 16 ranks on two busy cores make it wait."""
 
 
 def _bytes_at(mode: str, counters: dict[str, int], cp_size: int) -> dict[str, dict[str, int]]:
@@ -148,26 +175,34 @@ def _base_report(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     }
 
 
-class _Run:
+class CpuRun:
+    """The processes of a CPU run, and its verdict."""
+
     def __init__(self, args: argparse.Namespace, prompts: list[Prompt], folder: Path, console: Console) -> None:
         self.args, self.prompts, self.folder, self.console = args, prompts, folder, console
         self.ports = {"bootstrap": free_ports(1)[0]}
         self.phases: dict[str, float] = {}
         self._mark = time.monotonic()
 
+    def base_report(self) -> dict[str, Any]:
+        """What every report says."""
+        return _base_report(self.args, self.prompts)
+
     def result(self) -> dict[str, Any]:
         """Everything that the run measured."""
         self.stand_in = native.prepare(self.folder)
         model = write_model_folder(self.folder / "model")
         arguments = prefill_arguments(model, self.args.prefill_cp, self.args.chunk, self.ports["bootstrap"])
+        if self.args.no_radix:
+            arguments.append("--disable-radix-cache")
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with RankPool() as pool, Progress(*columns, TimeElapsedColumn(), console=self.console) as progress:
             task = progress.add_task("resolving launch arguments", total=None)
-            resolver = pool.spawn([self._config("resolve", 0, "arguments:Resolver", {})])
+            resolver = pool.spawn([self.config("resolve", 0, "arguments:Resolver", {})])
             pool.collect(resolver, START_TIMEOUT)
             if self.args.stock:
                 return self._stock(pool, resolver[0], arguments)
-            server_args = self._resolve(pool, resolver[0], arguments)
+            server_args = self.resolve(pool, resolver[0], arguments)
             self._end_phase("imports_and_arguments")
             progress.update(task, description="starting ranks")
             prefill, decode = self._start(pool, server_args)
@@ -195,14 +230,16 @@ class _Run:
 
     # ---------------------------------------------------------------------------------------------------- pieces
 
-    def _config(
+    def config(
         self, role: str, rank: int, factory: str, options: dict[str, Any], extra: dict[str, str] | None = None
     ) -> RankConfig:
+        """Configuration of one rank; `extra` is its environment beside what all have."""
         environment = {
             "SGLANG_HOST_IP": "127.0.0.1",
             "MOONCAKE_PROTOCOL": "tcp",
             "MC_FORCE_TCP": "1",
             "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+            **PATIENCE,
             "GLOG_minloglevel": "2",
             "MC_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
@@ -231,7 +268,8 @@ class _Run:
             {"stand_in": self.stand_in, "bootstrap_port": self.ports["bootstrap"], **options},
         )
 
-    def _resolve(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> Any:
+    def resolve(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> Any:
+        """`ServerArgs` of the launch arguments, pickled."""
         resolver.start("resolve", arguments)
         server_args = pool.collect([resolver], 60)[0]
         if isinstance(server_args, str):
@@ -243,7 +281,7 @@ class _Run:
     ) -> tuple[list[RankProcess], list[RankProcess]]:
         self.ports |= dict(zip(("prefill", "decode"), free_ports(2), strict=True))
         if not any(rank.config.role == "bootstrap" for rank in pool.ranks):
-            pool.collect(pool.spawn([self._config("bootstrap", 0, "decode:BootstrapRank", {})]), START_TIMEOUT)
+            pool.collect(pool.spawn([self.config("bootstrap", 0, "decode:BootstrapRank", {})]), START_TIMEOUT)
         args = self.args
         prefill_options = {
             "server_args": server_args,
@@ -257,11 +295,11 @@ class _Run:
         }
         decode_options = {"dp_size": args.decode_dp, "dist_port": self.ports["decode"]}
         prefill = pool.spawn(
-            self._config("prefill", rank, "prefill:PrefillRank", prefill_options, extra)
+            self.config("prefill", rank, "prefill:PrefillRank", prefill_options, extra)
             for rank in range(args.prefill_cp)
         )
         decode = pool.spawn(
-            self._config("decode", rank, "decode:DecodeRank", decode_options) for rank in range(args.decode_dp)
+            self.config("decode", rank, "decode:DecodeRank", decode_options) for rank in range(args.decode_dp)
         )
         pool.collect([*prefill, *decode], START_TIMEOUT)
         return prefill, decode

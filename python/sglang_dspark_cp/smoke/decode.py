@@ -71,6 +71,18 @@ class Received:
     state_tags: tuple[int, ...] = ()
 
 
+@dataclass
+class Asked:
+    """One request that waits for its KV: SGLang's receiver, the metadata slot, the KV pages, those of the window."""
+
+    prompt: Prompt
+    receiver: Any
+    slot: int
+    pages: list[int]
+    state_pages: list[int]
+    window_page: int
+
+
 class DecodeRank:
     """The `decode` rank."""
 
@@ -122,6 +134,10 @@ class DecodeRank:
             )
             .install()
         )
+        self._join(options)
+
+    def _join(self, options: dict[str, Any]) -> None:
+        dp_size = options["dp_size"]
         join_groups(dp_size, self.config.rank, options["dist_port"], dp_size=dp_size, cp_size=1)
 
     def _kv_args(self) -> Any:
@@ -142,7 +158,6 @@ class DecodeRank:
     def serve(self, prompts: list[Prompt], timeout: float) -> list[Received]:
         """Ask for the prompts' KV and wait until each has arrived or failed."""
         from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
         deadline = time.monotonic() + timeout
         while not self.manager.try_ensure_parallel_info(self.address):
@@ -151,26 +166,17 @@ class DecodeRank:
             time.sleep(0.05)
         next_page, open_requests = 1, {}
         for slot, prompt in enumerate(prompts):
-            receiver = MooncakeKVReceiver(self.manager, self.address, prompt.room)
-            receiver.init(0)
             pages = list(range(next_page, next_page + -(-len(prompt.tokens) // g.PAGE)))
             next_page += len(pages)
-            window_page = max(0, len(prompt.tokens) - g.WINDOW) // g.PAGE
-            state_pages = pages[window_page:]
-            components = [
-                self._compressed_state(slot + 1, len(prompt.tokens)) if kind.value == "c128_state" else state_pages
-                for kind in self.kv_args.state_types
-            ]
-            receiver.send_metadata(_int32(pages), slot, [_int32(component) for component in components])
-            open_requests[prompt.room] = (prompt, receiver, slot, pages, state_pages, window_page)
+            open_requests[prompt.room] = self.ask(prompt, slot, pages)
         received: list[Received] = []
         while open_requests:
-            for room, (prompt, receiver, slot, pages, state_pages, window_page) in list(open_requests.items()):
-                poll = receiver.poll()
+            for room, asked in list(open_requests.items()):
+                poll = asked.receiver.poll()
                 if poll == KVPoll.Success:
-                    received.append(self._read(prompt, slot, pages, state_pages, window_page))
+                    received.append(self.read(asked))
                 elif poll == KVPoll.Failed:
-                    received.append(Received(room, self.config.rank, ok=False, failure=_failure(receiver)))
+                    received.append(self.failed(asked))
                 else:
                     continue
                 del open_requests[room]
@@ -181,6 +187,21 @@ class DecodeRank:
             time.sleep(0.002)
         return received
 
+    def ask(self, prompt: Prompt, slot: int, pages: list[int]) -> Asked:
+        """Reserve metadata slot `slot` and KV pages `pages` for one prompt and tell prefill."""
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+        receiver = MooncakeKVReceiver(self.manager, self.address, prompt.room)
+        receiver.init(0)
+        window_page = max(0, len(prompt.tokens) - g.WINDOW) // g.PAGE
+        state_pages = pages[window_page:]
+        components = [
+            self._compressed_state(slot + 1, len(prompt.tokens)) if kind.value == "c128_state" else state_pages
+            for kind in self.kv_args.state_types
+        ]
+        receiver.send_metadata(_int32(pages), slot, [_int32(component) for component in components])
+        return Asked(prompt, receiver, slot, pages, state_pages, window_page)
+
     def _compressed_state(self, request_slot: int, length: int) -> Any:
         """Rows of the 128:1 compressor's state that belong to a request, as SGLang's decode computes them."""
         from sglang.srt.disaggregation.utils import get_dsv4_c128_state_indices, is_dsv4_c128_online_enabled
@@ -189,11 +210,17 @@ class DecodeRank:
         ring = 1 if online else self.target_pool.get_ring_size(128)
         return get_dsv4_c128_state_indices(request_slot, length, online=online, ring_size=ring)
 
-    def _read(self, prompt: Prompt, slot: int, pages: list[int], state_pages: list[int], window_page: int) -> Received:
+    def failed(self, asked: Asked) -> Received:
+        """The end of a request whose transfer failed."""
+        return Received(asked.prompt.room, self.config.rank, ok=False, failure=_failure(asked.receiver))
+
+    def read(self, asked: Asked) -> Received:
+        """What arrived for a request whose transfer ended as Success."""
+        prompt, slot, pages, state_pages = asked.prompt, asked.slot, asked.pages, asked.state_pages
         length = len(prompt.tokens)
         start = max(0, length - g.WINDOW)
         positions = torch.arange(start, length)
-        slots = torch.tensor(state_pages)[positions // g.PAGE - window_page] * g.PAGE + positions % g.PAGE
+        slots = torch.tensor(state_pages)[positions // g.PAGE - asked.window_page] * g.PAGE + positions % g.PAGE
         buffers = self.draft_pool.swa_kv_pool.kv_buffer
         parts = [reference.read_rows(buffers[stage], g.PAGE, slots) for stage in range(g.STAGES)]
         kv_tags = {

@@ -158,7 +158,12 @@ class PrefillRank:
 
     def _build_scheduler(self, radix: bool) -> None:
         from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-        from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
+        from sglang.srt.disaggregation.utils import (
+            DisaggregationMode,
+            MetadataBuffers,
+            ReqToMetadataIdxAllocator,
+            TransferBackend,
+        )
         from sglang.srt.distributed import parallel_state
         from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import init_mooncake_transfer_engine
         from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -194,11 +199,15 @@ class PrefillRank:
         s.token_to_kv_pool_allocator = allocator
         s.attn_cp_cpu_group = cp_group.cpu_group
         s.attn_tp_cpu_group = parallel_state.get_attn_tp_group().cpu_group
-        s.ps = SimpleNamespace(dp_rank=0, gpu_id=0, tp_rank=self.config.rank, pp_rank=0)
+        s.ps = SimpleNamespace(dp_rank=0, gpu_id=0, tp_rank=self.config.rank, pp_rank=0, pp_size=1)
         s.model_config = SimpleNamespace(num_hidden_layers=len(g.TARGET_RATIOS))
         s.disagg_metadata_buffers = MetadataBuffers(REQUEST_SLOTS, 32, torch.float32)
         s.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(REQUEST_SLOTS)
         s.disagg_prefill_inflight_queue, s.waiting_queue, s.chunked_req = [], [], None
+        s.running_batch = s.last_batch = s._pending_chunked_abort_req = s.dllm_config = None
+        s.disaggregation_mode = DisaggregationMode.PREFILL
+        s.grammar_manager = SimpleNamespace(abort_requests=lambda _: None)
+        s.ipc_channels = SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=self._aborted))
         s.batch_result_processor = SimpleNamespace(move_logprobs_to_cpu=lambda **_: None)
         s.metrics_reporter = SimpleNamespace(enable_metrics=False, report_prefill_stats=lambda **_: None)
         s.output_streamer = SimpleNamespace(stream_output=self._finished)
@@ -224,6 +233,8 @@ class PrefillRank:
         self.memory.watch(self.engine)
         self.reports: dict[str, RequestReport] = {}
         self.model_collectives: list[int] = []
+        self.pending: tuple[Any, Any] | None = None
+        """Batch and result that the overlapped loop processes in its next turn."""
         self._watch_collectives(cp_group)
 
     def _watch_collectives(self, group: Any) -> None:
@@ -257,24 +268,8 @@ class PrefillRank:
             req = self._make_request(prompt)
             self.reports[req.rid] = RequestReport(prompt.room, prompt.name, len(prompt.tokens))
             queue.add(req, num_kv_heads=1)
-        pending: tuple[Any, Any] | None = None
         while True:
-            s.waiting_queue.extend(queue.pop_bootstrapped())
-            s.process_prefill_chunk(last_batch=None, running_batch=SimpleNamespace(batch_is_full=False))
-            batch = self._next_batch()
-            before = pending
-            if batch is not None:
-                result = self.worker._forward_prefill(batch, None)
-                batch.spec_info = result.next_draft_input
-                pending = (batch, result)
-                if not self.overlap:
-                    before, pending = pending, None
-            else:
-                pending = None
-            if before is not None:
-                s.process_batch_result_disagg_prefill(*before)
-            s.process_disagg_prefill_inflight_queue()
-            busy = batch is not None or pending is not None or s.chunked_req is not None
+            busy = self.step()
             if not (busy or queue.queue or s.waiting_queue or s.disagg_prefill_inflight_queue):
                 return
             if time.monotonic() > deadline:
@@ -284,6 +279,32 @@ class PrefillRank:
                 )
             if not busy:
                 time.sleep(0.002)
+
+    def step(self) -> bool:
+        """One turn of the prefill scheduler's loop.
+
+        Returns:
+            Whether a batch ran, waits for its result to be processed, or has to go on with a further chunk.
+        """
+        s = self.scheduler
+        s.waiting_queue.extend(s.disagg_prefill_bootstrap_queue.pop_bootstrapped())
+        s.process_pending_chunked_abort()
+        s.resolve_waiting_queue_bootstrap()
+        s.process_prefill_chunk(last_batch=None, running_batch=SimpleNamespace(batch_is_full=False))
+        batch = self._next_batch()
+        before, self.pending = self.pending, None
+        if batch is not None:
+            result = self.worker._forward_prefill(batch, None)
+            batch.spec_info = result.next_draft_input
+            if self.overlap:
+                self.pending = (batch, result)
+            else:
+                before = (batch, result)
+        if before is not None:
+            s.process_batch_result_disagg_prefill(*before)
+        s.process_disagg_prefill_inflight_queue()
+        s.last_batch = batch
+        return batch is not None or self.pending is not None or s.chunked_req is not None
 
     def _make_request(self, prompt: Prompt) -> Any:
         from sglang.srt.managers.schedule_batch import Req
@@ -384,6 +405,11 @@ class PrefillRank:
                 report.rows_injected = report.rows_computed
             self.report(("prefilled", report.room))
 
+    def _aborted(self, answer: Any, req: Any) -> None:
+        """A request that ended by its client's abort before it was computed whole."""
+        self.reports[req.rid].failure = "Aborted"
+        self.report(("prefilled", self.reports[req.rid].room))
+
     def _leaked_pages(self) -> int:
         """KV pages that are neither free nor in the prefix cache although no request is left."""
         allocator, cache = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
@@ -416,8 +442,12 @@ class PrefillRank:
 
 def _scheduler_class() -> type:
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+    from sglang.srt.managers.scheduler import Scheduler
 
     class SmallScheduler(SchedulerDisaggregationPrefillMixin):
         """SGLang's prefill scheduler methods on an object with just the attributes that they use."""
+
+        abort_request = Scheduler.abort_request
+        process_pending_chunked_abort = Scheduler.process_pending_chunked_abort
 
     return SmallScheduler

@@ -29,7 +29,7 @@ def make_pool(ratios: tuple[int, ...], request_slots: int) -> Any:
         swa_size=tokens,
         c4_size=tokens // 4,
         c128_size=tokens // 128,
-        c4_state_pool_size=g.POOL_PAGES * 8,
+        c4_state_pool_size=g.POOL_PAGES * 16,
         c128_state_pool_size=1,
         page_size=g.PAGE,
         swa_page_size=g.PAGE,
