@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import gc
 import itertools
@@ -84,7 +85,7 @@ class Job:
 # ------------------------------------------------------------------------------------------------------------- links
 
 
-class CountedLink:
+class CountedLink(abc.ABC):
     """Counts what a rank receives from the others."""
 
     def __init__(self, cp: int) -> None:
@@ -101,8 +102,9 @@ class CountedLink:
         self.received += (self.cp - 1) * local.numel() * local.itemsize
         self._gather(tag, output, local)
 
+    @abc.abstractmethod
     def _gather(self, tag: str, output: torch.Tensor, local: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Fill `output` [cp * rows, width] with every rank's `local` [rows, width]."""
 
 
 class GroupLink(CountedLink):

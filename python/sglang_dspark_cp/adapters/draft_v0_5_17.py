@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -205,22 +206,14 @@ _DRAFT = "sglang.srt.models.deepseek_v4_dspark."
 _MODEL = "sglang.srt.models.deepseek_v4."
 
 
-def _hook(
-    id: str, target: str, handler: Callable[..., Any], parameters: tuple[str, ...], digest: str, **more: Any
-) -> Hook:
-    return Hook(
-        id=id,
-        target=target,
-        handler=handler,
-        parameters=parameters,
-        digest=digest,
-        tier=Tier.WORKER,
-        process="prefill scheduler, while the draft is built, loaded or updated",
-        upstream="none, because every release up to 0.5.23 builds the whole DeepSeek-V4 draft on prefill",
-        remove_when="SGLang prunes the DeepSeek-V4 draft on PD prefill itself",
-        relies_on=ReliesOn.BODY,
-        **more,
-    )
+_hook = functools.partial(
+    Hook,
+    tier=Tier.WORKER,
+    relies_on=ReliesOn.BODY,
+    process="prefill scheduler, while the draft is built, loaded or updated",
+    upstream="none, because every release up to 0.5.23 builds the whole DeepSeek-V4 draft on prefill",
+    remove_when="SGLang prunes the DeepSeek-V4 draft on PD prefill itself",
+)
 
 
 DRAFT_HOOKS = (

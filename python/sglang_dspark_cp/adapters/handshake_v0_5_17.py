@@ -6,6 +6,7 @@ the transfer threads and in the scheduler's.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -188,21 +189,13 @@ _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn."
 _MANAGER = f"{_MOONCAKE}MooncakeKVManager."
 
 
-def _hook(
-    id: str, target: str, handler: Callable[..., Any], parameters: tuple[str, ...], digest: str, **more: Any
-) -> Hook:
-    return Hook(
-        id=id,
-        target=target,
-        handler=handler,
-        parameters=parameters,
-        digest=digest,
-        tier=Tier.WORKER,
-        upstream="none, because no release compares the two sides",
-        remove_when="SGLang compares state layouts when a decode registers",
-        relies_on=ReliesOn.BODY,
-        **more,
-    )
+_hook = functools.partial(
+    Hook,
+    tier=Tier.WORKER,
+    relies_on=ReliesOn.BODY,
+    upstream="none, because no release compares the two sides",
+    remove_when="SGLang compares state layouts when a decode registers",
+)
 
 
 HANDSHAKE_HOOKS = (
