@@ -290,7 +290,7 @@ def test_figures_of_the_draft_are_those_of_the_result_files() -> None:
 
 def test_figures_of_the_gather_are_those_of_the_result_file() -> None:
     text = (REPOSITORY / "docs" / "tuning.md").read_text(encoding="utf-8").replace("\n", " ")
-    worker = result("smoke-cuda-cp2-on-1xh200-bf16-2026-11-30.json")["counters"]["prefill-cp2"]
+    worker = result("smoke-cuda-2xh200-bf16-window-2026-11-30.json")["counters"]["prefill-cp2"]
     counters = worker["counters"]
     assert worker["mode"] == "window"
     assert f"{counters['aux_collectives']} collectives in {counters['cp_forwards']} CP forwards" in text

@@ -25,6 +25,7 @@ from .set_ups import UsageError
 
 CONTROL_FAULTS = ("zero-rows", "swap-requests", "skip-restore", "shift-positions")
 """Negative controls that run when no --inject-fault names others."""
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per answer (default 120: with the oracle each row of the window is then needed once)",
     )
-    group.add_argument("--ports", type=int, default=30000, metavar="FIRST", help="first port to try (default 30000)")
+    group.add_argument(
+        "--ports",
+        type=int,
+        default=30000,
+        metavar="FIRST",
+        help="first port to try (default 30000), below those that the kernel gives to outgoing connections",
+    )
     group.add_argument("--boot-timeout", type=float, default=300.0, metavar="S", help="for servers to get ready")
     group.add_argument(
         "--fault-level",
@@ -81,6 +88,22 @@ def visible_gpus() -> tuple[str, ...]:
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip())
     return tuple(_nvidia_smi("index"))
+
+
+def check_ports(first: int) -> None:
+    """Refuse a first port among those that the kernel gives to outgoing connections.
+
+    A server's ports are chosen seconds before it listens on them; there one was taken in between (seen on a GPU host).
+
+    Raises:
+        UsageError: the port is outside 1024 to the last one below that range.
+    """
+    low = int(EPHEMERAL_PORTS.read_text().split()[0])
+    if not 1024 <= first < low:
+        raise UsageError(
+            f"--ports {first}: allowed is 1024 to {low - 1}; the kernel gives {low} and above to outgoing connections"
+            f" ({EPHEMERAL_PORTS}), and one of those would take a server's port before it listens"
+        )
 
 
 def faults_of(args: argparse.Namespace) -> list[str]:
@@ -106,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
         gpus = set_ups.choose_gpus(visible_gpus(), args.gpus, args.prefill_gpus, args.decode_gpus, args.ranks_per_gpu)
         chosen = set_ups.choose_set_ups(gpus, args.pairs)
         faults = faults_of(args)
+        check_ports(args.ports)
         if args.new_tokens < 2:
             raise UsageError(f"--new-tokens {args.new_tokens}: at least 2")
         if args.model_dir and not (args.model_dir / "config.json").is_file():

@@ -130,6 +130,8 @@ def test_prompts_exercise_what_they_should(cp_size: int) -> None:
         (["--inject-fault", "no-such"], "is not a fault"),
         (["--new-tokens", "1"], "at least 2"),
         (["--model-dir", "nowhere"], "no config.json"),
+        (["--ports", "65000"], "outgoing connections"),
+        (["--ports", "80"], "allowed is 1024 to"),
     ],
 )
 def test_usage_errors_exit_2(
