@@ -240,9 +240,8 @@ class Rank:
         self.local_positions = shard(F.pad(self.positions, padding), self.shape.cp, cp_rank).contiguous()
         self.local_loc = shard(F.pad(self.cache_loc, padding), self.shape.cp, cp_rank).contiguous()
 
-    def write(self, kv: Sequence[torch.Tensor], locations: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rows S x [N, D] into the pools; a location of -1 is skipped."""
-        slots = self.slots[locations].to(torch.int32)
+    def write(self, kv: Sequence[torch.Tensor], slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rows S x [N, D] into the pools; a slot of -1 is skipped."""
         for pool, rows, weight in zip(self.pools, kv, self.projection.kv_norm, strict=True):
             if self.device.type == "cpu":
                 made = reference.make_rows(rows, weight, EPS, self.freqs, positions)
@@ -303,7 +302,7 @@ def _project_and_keep(name: str) -> Step:
 
 
 def _write_all(rank: Rank, state: State) -> None:
-    rank.write(state.pop("kv"), rank.cache_loc, rank.positions)
+    rank.write(state.pop("kv"), rank.slots[rank.cache_loc].to(torch.int32), rank.positions)
 
 
 def _stock_layers() -> list[Step]:
@@ -402,11 +401,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
         return found
 
     def address(rank: Rank, state: State) -> None:
-        select, positions = state["select"], state["capture"].positions
-        if select is None:
-            packed_of(state).write_address(positions, rank.local_loc)
-        else:
-            packed_of(state).write_address(positions[select], rank.local_loc[select])
+        packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
         rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
@@ -426,15 +421,14 @@ def _plugin(design: DesignInfo) -> list[Step]:
         proof = BatchProof(["request"], [0], [rank.shape.tokens])
         proof.note_arrived(arrived, capture.missing_rows(), ticket, state["plan"].sent)
         state["rows"] = proof.payload
-        state["locations"] = proof.admit(
+        state["placed"] = proof.admit(
             ticket,
             rank.positions,
             rank.cache_loc,
             expected_width=arrived.hidden.shape[1],
             to_swa=lambda locations: rank.slots[locations],
         )
-        state["positions"] = proof.arranged(rank.positions)
-        state["proof"], state["admitted"] = proof, state["locations"] is not None
+        state["proof"], state["admitted"] = proof, state["placed"] is not None
 
     def project_rest(rank: Rank, state: State) -> None:
         rows, projection = state["rows"], rank.projection
@@ -446,7 +440,8 @@ def _plugin(design: DesignInfo) -> list[Step]:
         if kv is None:
             kv = rows.split(reference.ROW_WIDTH, dim=1)
         if state["admitted"]:
-            rank.write(kv, state.pop("locations"), state.pop("positions"))
+            placed = state.pop("placed")
+            rank.write(kv, placed.slots, placed.positions)
 
     before: list[Step] = [("plan", plan), ("mean", mean)]
     if projected:

@@ -193,9 +193,7 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
             capture.packed.write_address(capture.positions, shard(padded_loc, cp_size, cp_rank))
         faults.spoil_packed(fault, cp_rank, capture.packed)
         arrived = gather_rows(capture.packed, send_all(tokens, cp_size), all_gather)
-        arrived = dataclasses.replace(
-            arrived, order=faults.spoil_order(fault, cp_rank, batch.extend, arrived.order)
-        )
+        arrived = dataclasses.replace(arrived, order=faults.spoil_order(fault, cp_rank, batch.extend, arrived.order))
         hidden = torch.empty(tokens, 1)
         proof.note_arrived(arrived, missing, hidden)
 
@@ -204,13 +202,14 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
     if batch.local_positions_on == cp_rank:
         places = shard(positions, cp_size, cp_rank)
     holes = torch.isin(torch.arange(tokens + 1000), cache_loc[list(batch.unmapped)])
-    locations = proof.admit(
+    placed = proof.admit(
         hidden,
         places,
         wanted,
         expected_width=3 * batch.hidden,
         to_swa=lambda loc: torch.where(holes[loc], 0, loc),
     )
+    locations = None if placed is None else placed.locations
     if tokens >= cp_size:
         assert arrived.order is not None
         real = arrived.order >= 0

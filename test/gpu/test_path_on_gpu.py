@@ -71,8 +71,8 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
         ticket = torch.empty(tokens, 1, device="cuda")
         proof.note_arrived(arrived, capture.missing_rows(), ticket)
         width = LAYERS * HIDDEN
-        locations = proof.admit(ticket, positions, cache_loc, expected_width=width, to_swa=lambda loc: mapping[loc])
-        return proof, arrived.hidden, locations
+        placed = proof.admit(ticket, positions, cache_loc, expected_width=width, to_swa=lambda loc: mapping[loc])
+        return proof, arrived.hidden, None if placed is None else placed.locations
 
     once()  # allocate pinned memory and load kernels
     torch.cuda.synchronize()
@@ -106,9 +106,10 @@ def test_a_wrong_row_is_not_written() -> None:
 
     address = torch.stack((positions.flip(0), cache_loc), dim=1)
     proof.note_arrived(ArrivedRows(hidden, address, 0), 0)
-    locations = proof.admit(hidden, positions, cache_loc, expected_width=8, to_swa=lambda loc: loc)
-    assert locations is not None
-    assert locations.tolist() == [NOT_WRITTEN] * 4
+    placed = proof.admit(hidden, positions, cache_loc, expected_width=8, to_swa=lambda loc: loc)
+    assert placed is not None
+    assert placed.locations.tolist() == placed.slots.tolist()
+    assert placed.slots.tolist() == [NOT_WRITTEN] * 4
 
 
 def test_reference_writer_equals_the_cuda_writer() -> None:

@@ -73,12 +73,24 @@ def test_the_walk_sees_imports_of_every_form() -> None:
         ("hooks/spec", {"stdlib"}),
         ("core/topology", {"stdlib", "errors"}),
         ("core/layout", {"stdlib", "torch"}),
-        ("core", {"stdlib", "torch", "errors", "core"}),
+        ("core", {"stdlib", "torch", "triton", "errors", "core"}),
         ("hooks", {"stdlib", "errors", "hooks.spec", "sglang"}),
     ],
 )
 def test_imports_only(module: str, allowed: set[str]) -> None:
     assert areas(module) <= allowed
+
+
+def test_triton_is_imported_by_the_kernels_only() -> None:
+    """`core.rows` imports them where rows are on a GPU; without one, torch is enough."""
+    users = [path.name for path in (PACKAGE / "core").rglob("*.py") if "triton" in {area(m) for m, _ in imports(path)}]
+    assert users == ["triton_rows.py"]
+    importers = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if f"{NAME}.core.triton_rows" in {module.rpartition(".")[0] for module, _ in imports(path)}
+    ]
+    assert importers == []
 
 
 def test_hooks_reach_sglang_in_functions_of_install_only() -> None:

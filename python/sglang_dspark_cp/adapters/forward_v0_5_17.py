@@ -22,6 +22,7 @@ from ..core.inject import BatchProof, GatherSpan, to_device
 from ..core.layout import SendPlan, last_rows, rows_per_rank, send_all, send_some, shard
 from ..core.pack import PackedRows
 from ..core.project import pack_context, pack_kv
+from ..core.rows import Placed
 from ..core.window import kept_rows
 from ..faults import spoil_locations, spoil_order, spoil_packed, spoil_positions, spoil_streams
 from .runtime import Runtime, runtime
@@ -202,14 +203,15 @@ def _write_address(
     missing: int,
 ) -> None:
     """positions [P], local_loc [P]: of all local rows; only those that are sent get their address."""
-    if missing or positions is None or positions.shape != local_loc.shape:
-        packed.forget_address()
-    elif select is not None:
-        packed.write_address(positions[select], local_loc[select])
-    elif positions.shape[0] != packed.rows:
+    if (
+        missing
+        or positions is None
+        or positions.shape != local_loc.shape
+        or (select is None and positions.shape[0] != packed.rows)
+    ):
         packed.forget_address()
     else:
-        packed.write_address(positions, local_loc)
+        packed.write_address(positions, local_loc, select)
 
 
 def _count(state: Runtime, arrived: ArrivedRows, plan: SendPlan, on_shard: int, heads: int) -> None:
@@ -270,19 +272,19 @@ def inject_target_hidden(
     device = target_hidden.device
     positions = positions.to(device, non_blocking=True)
     rows = proof.payload
-    locations = proof.admit(
+    placed = proof.admit(
         target_hidden,
         positions,
         cache_loc.to(device, non_blocking=True),
         expected_width=_expected_width(state.mode if proof.used_cp else GatherMode.PACKED, draft),
         to_swa=pool.translate_loc_from_full_to_swa,
     )
-    if locations is None:
+    if placed is None:
         return
     if not proof.used_cp:
-        original(injector, target_hidden=target_hidden, cache_loc=locations, positions=positions, **rest)
+        original(injector, target_hidden=target_hidden, cache_loc=placed.locations, positions=positions, **rest)
     elif rows is not None:
-        write_kv(draft, pool, _kv_rows(state.mode, draft, rows), locations, proof.arranged(positions))
+        write_kv(draft, pool, _kv_rows(state.mode, draft, rows), placed)
 
 
 def _expected_width(mode: GatherMode, draft: Any) -> int:
@@ -304,26 +306,22 @@ def _kv_rows(mode: GatherMode, draft: Any, rows: torch.Tensor) -> Sequence[torch
     return [rows[:, start : start + width] for start in range(0, rows.shape[1], width)]
 
 
-def write_kv(
-    draft: Any, pool: Any, kv: Sequence[torch.Tensor], locations: torch.Tensor, positions: torch.Tensor
-) -> None:
+def write_kv(draft: Any, pool: Any, kv: Sequence[torch.Tensor], placed: Placed) -> None:
     """Norm, rotate, quantise and scatter rows into the draft's pool.
 
     Args:
         kv: S x [N, D], rows may have any stride.
-        locations: [N] full cache locations, -1: the row is not written.
-        positions: [N].
+        placed: where they go; a row with slot -1 is not written.
     """
-    slots = pool.translate_loc_from_full_to_swa(locations).to(torch.int32)
     with torch.inference_mode():
         for stage, rows in zip(draft.stages, kv, strict=True):
             attention = stage.self_attn
             pool.set_swa_key_buffer_radix_fused_norm_rope(
                 layer_id=attention.layer_id,
-                swa_loc=slots,
+                swa_loc=placed.slots,
                 kv=rows,
                 kv_weight=attention.kv_norm.weight.data,
                 eps=attention.eps,
                 freqs_cis=attention.freqs_cis,
-                positions=positions,
+                positions=placed.positions,
             )

@@ -6,7 +6,7 @@ On the host, before the pool write (levels shape and rows, no cost):
   - rows captured on this rank == P;
   - hidden rows == positions == locations == sum of extend lengths, and the row width is the draft's;
   - the hidden rows are the tensor that this forward's capture produced.
-On the device, before the pool write (level rows, a few small kernels over [T] integers):
+On the device, before the pool write (level rows, one pass over [N] integers, `core.rows.place`):
   - each arrived row's own position and location == the ones it is injected with;
   - every location has a slot in the sliding-window pool.
   A row that fails is not written.
@@ -21,15 +21,8 @@ fail the same requests with the same text and none waits alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-
-_MASK = (1 << 63) - 1
-_PHI = 0x9E3779B97F4A7C15 & _MASK
-_MIX = 0xC2B2AE3D27D4EB4F & _MASK
 
 DEVICE_WORDS = 5
 """bad positions, bad locations, first bad row (or -1), unmapped locations, digest."""
@@ -73,61 +66,6 @@ class HostCounts:
             self.foreign_hidden,
             self.injected,
         ]
-
-
-def digest(positions: torch.Tensor, cache_loc: torch.Tensor) -> torch.Tensor:
-    """Order-sensitive 63-bit digest of positions [T] and locations [T]; scalar int64 on their device.
-
-    A multiplicative hash with wrap-around int64 arithmetic: it tells accidents apart, it is not cryptographic.
-    """
-    rows = positions.shape[0]
-    weight, other = _weights(1 << max(rows - 1, 0).bit_length(), positions.device)
-    mixed = positions.to(torch.int64) * weight[:rows] + cache_loc.to(torch.int64) * other[:rows]
-    return (mixed ^ (mixed >> 29)).sum()
-
-
-@functools.lru_cache(maxsize=32)
-def _weights(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the digest for rows 0 .. size - 1; they depend on the row's number only."""
-    index = torch.arange(size, dtype=torch.int64, device=device)
-    weight = (index * 2 + 1) * _PHI
-    return weight, weight ^ _MIX
-
-
-def mismatches(address: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor) -> torch.Tensor:
-    """Which rows arrived with another address than the one they are to be injected with.
-
-    Args:
-        address: [N, 2] int64, (position, location) carried by the rows.
-        positions, cache_loc: [N], what injection is going to use.
-
-    Returns:
-        [N, 2] bool.
-    """
-    wanted = torch.stack((positions.to(torch.int64), cache_loc.to(torch.int64)), dim=1)
-    return address != wanted
-
-
-def device_words(
-    bad: torch.Tensor | None, unmapped: torch.Tensor, batch_digest: torch.Tensor, order: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The `DEVICE_WORDS` int64 of a verdict.
-
-    Args:
-        bad: [N, 2] bool from `mismatches`, or None when the rows carried no address (no gather took place).
-        unmapped: [N] bool, locations without a slot in the sliding-window pool.
-        batch_digest: scalar from `digest`.
-        order: [N] int64, global row of each row; None: row n is global row n.
-    """
-    rows = unmapped.shape[0]
-    if bad is None:
-        bad = torch.zeros(rows, 2, dtype=torch.bool, device=unmapped.device)
-    counts = bad.sum(dim=0)
-    row = torch.arange(rows, dtype=torch.int64, device=bad.device) if order is None else order
-    none = torch.iinfo(torch.int64).max
-    first = torch.where(bad.any(dim=1), row, none).amin()
-    first = torch.where(first == none, -1, first)
-    return torch.stack((counts[0], counts[1], first, unmapped.sum(), batch_digest))
 
 
 def explain(words_by_rank: Sequence[Sequence[int]]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .pack import PackedRows, RowFormat
+from .rows import mean_streams
 
 Streams = Callable[[torch.nn.Module, Any], torch.Tensor]
 """(layer, its output) -> finished residual streams [P, hc_mult, H] of that layer."""
@@ -33,7 +34,7 @@ class AuxCapture:
     After the forward, `packed` holds the rows (None if no captured layer ran), `captured` the number of rows that
     each layer delivered, and `positions` the positions [rows] that the layers themselves were run with.
 
-    Cost: one mean kernel per captured layer (and one row gather with `select`), no concatenation, no host sync.
+    Cost: one kernel per captured layer, no concatenation, no host sync.
     """
 
     def __init__(
@@ -87,13 +88,11 @@ class AuxCapture:
 
     def _store_mean(self, streams: torch.Tensor, slot: torch.Tensor) -> None:
         delivered = streams.shape[0]
+        # A short layer is reported by `missing_rows`; here it only must not be read beyond its end.
         if self._select is None:
-            rows = min(delivered, self._expected_rows)
-            torch.mean(streams[:rows], dim=1, out=slot[:rows])
+            mean_streams(streams, slot[: min(delivered, self._expected_rows)])
         elif delivered:
-            # A short layer is reported by `missing_rows`; here it only must not be read beyond its end.
-            select = self._select if delivered >= self._expected_rows else self._select.clamp(max=delivered - 1)
-            torch.mean(streams.index_select(0, select), dim=1, out=slot)
+            mean_streams(streams, slot, self._select)
 
     def missing_rows(self) -> int:
         """How many rows the worst captured layer failed to deliver (negative: it delivered too many)."""

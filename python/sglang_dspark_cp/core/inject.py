@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import AlignmentError, TransferError
-from .align import DEVICE_WORDS, HostCounts, device_words, digest, explain, mismatches
+from .align import DEVICE_WORDS, HostCounts, explain
 from .gather import ArrivedRows
+from .rows import NOWHERE, Placed, place
 
 ToSwa = Callable[[torch.Tensor], torch.Tensor]
 """Full cache locations [T] -> sliding-window pool slots [T]; a slot <= 0 means that there is none."""
@@ -24,7 +25,7 @@ GatherWords = Callable[[torch.Tensor], list[list[int]]]
 MAX_OPEN_REQUESTS = 65536
 """Requests that never reach a send (aborted while queued) leave an entry; the oldest go beyond this number."""
 
-NOT_WRITTEN = -1
+NOT_WRITTEN = NOWHERE
 """A cache location that SGLang's pool maps to slot -1, which its row writers skip."""
 
 
@@ -83,9 +84,6 @@ class BatchProof:
         self._hidden: torch.Tensor | None = None
         self._address: torch.Tensor | None = None
         self._order: torch.Tensor | None = None
-        self._real: torch.Tensor | None = None
-        """[N] bool: which rows belong to a token; None with `_order`."""
-        self._arranged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ticket: torch.Tensor | None = None
         self.gather_span: GatherSpan | None = None
         """Where the time of the gather can be read once the batch's results are on the host."""
@@ -122,17 +120,6 @@ class BatchProof:
         self.rows = self.tokens if rows is None else rows
         if arrived.order is not None:
             self._order = to_device(arrived.order, arrived.hidden.device)
-            self._real = self._order >= 0
-
-    def arranged(self, values: torch.Tensor, nothing: int = 0) -> torch.Tensor:
-        """Values [T] of the batch in the order of the rows, [N]; `nothing` where a row belongs to no token."""
-        order, real = self._order, self._real
-        if order is None or real is None:
-            return values
-        if self._arranged is None or self._arranged[0] is not values:
-            # A row of no token reads the last value, which the next line replaces.
-            self._arranged = values, torch.where(real, values[order], nothing)
-        return self._arranged[1]
 
     def admit(
         self,
@@ -142,7 +129,7 @@ class BatchProof:
         *,
         expected_width: int,
         to_swa: ToSwa,
-    ) -> torch.Tensor | None:
+    ) -> Placed | None:
         """Check what is about to be injected; no host sync.
 
         Args:
@@ -151,9 +138,9 @@ class BatchProof:
             expected_width: elements per row as the draft takes them up.
 
         Returns:
-            The locations to write to, in the order of the rows, [N], with `NOT_WRITTEN` for each row that failed its
-            proof or belongs to no token; None if nothing may be written at all. Never raises: the verdict is settled
-            by all ranks together, see `settle`.
+            Where the rows go, in their own order, [N], with `NOT_WRITTEN` for each row that failed its proof or belongs
+            to no token; None if nothing may be written at all. Never raises: the verdict is settled by all ranks
+            together, see `settle`.
         """
         ours, ticket = self._hidden, self._ticket
         foreign = ours is None or ticket is None or hidden.data_ptr() != ticket.data_ptr()
@@ -169,34 +156,31 @@ class BatchProof:
             injected=1,
         )
         address, self._hidden, self._address, self._ticket = self._address, None, None, None
-        if not self.check_shape:
-            return self.arranged(cache_loc, NOT_WRITTEN)
         unproved = self._missing_rows and not self.check_rows  # with addresses, the rows themselves fail below
-        if unproved or not self._counts.consistent():
+        if self.check_shape and (unproved or not self._counts.consistent()):
             return None
-        wanted = self.arranged(cache_loc, NOT_WRITTEN)
-        if not self.check_rows or not self.tokens:
-            return wanted
-        order, real = self._order, self._real
-        places = self.arranged(positions)
-        unmapped = to_swa(wanted) <= 0
-        bad = mismatches(address, places, wanted) if address is not None else None
-        if real is not None:
-            unmapped &= real
-            bad = None if bad is None else bad & real.unsqueeze(1)
-        self._device_words = _to_host(device_words(bad, unmapped, digest(positions, cache_loc), order))
-        failed = unmapped if bad is None else unmapped | bad.any(dim=1)
-        return torch.where(failed, NOT_WRITTEN, wanted)
+        placed = place(
+            positions,
+            cache_loc,
+            to_swa(cache_loc),
+            order=self._order,
+            address=address,
+            check=self.check_rows and bool(self.tokens),
+        )
+        if placed.words is not None:
+            self._device_words = _to_host(placed.words)
+        return placed
 
     def drop_hidden(self) -> None:
         """Let go of the raw hidden rows on every exit path."""
-        self._hidden = self._address = self._order = self._real = self._ticket = self._arranged = None
+        self._hidden = self._address = self._order = self._ticket = None
 
     def words(self) -> torch.Tensor:
         """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host."""
         on_device = self._device_words
-        tail = [0, 0, -1, 0, 0] if on_device is None else on_device.tolist()
+        tail = [0, 0, 0, 0, 0] if on_device is None else on_device.tolist()
         assert len(tail) == DEVICE_WORDS
+        tail[2] = self.tokens - tail[2] if tail[2] else -1
         return torch.tensor(self._counts.words() + tail, dtype=torch.int64)
 
 

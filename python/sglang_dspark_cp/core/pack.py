@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .rows import write_addresses
+
 ADDRESS_WORDS = 2
 ADDRESS_BYTES = ADDRESS_WORDS * 8
 NO_ADDRESS = -1
@@ -95,11 +97,15 @@ class PackedRows:
         """View [rows, 2] int64 of position and cache location."""
         return address_of(self.buffer[: self.rows], self.format)
 
-    def write_address(self, positions: torch.Tensor, cache_loc: torch.Tensor) -> None:
-        """Store the address of each row: positions [rows] and cache_loc [rows], any integer dtype."""
-        words = self.address()
-        words[:, 0] = positions
-        words[:, 1] = cache_loc
+    def write_address(
+        self, positions: torch.Tensor, cache_loc: torch.Tensor, select: torch.Tensor | None = None
+    ) -> None:
+        """Store the address of each row: positions [P] and cache_loc [P], any integer dtype.
+
+        Args:
+            select: [rows] int64, which of the P are those of the rows; None: all of them.
+        """
+        write_addresses(self.address(), positions, cache_loc, select)
 
     def forget_address(self) -> None:
         """Mark every row as having no provable address."""

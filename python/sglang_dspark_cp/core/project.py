@@ -42,6 +42,24 @@ def _pack(parts: Sequence[torch.Tensor], addressed: bool, tail: int) -> PackedRo
     first = parts[0]
     row_format = RowFormat(len(parts), first.shape[1], first.dtype, addressed)
     packed = PackedRows(row_format, first.shape[0], first.device, tail)
+    whole = _side_by_side(parts)
+    if whole is not None:
+        packed.payload().copy_(whole)
+        return packed
     for index, part in enumerate(parts):
         packed.slot(index).copy_(part)
     return packed
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The columns [N, S * D] that the parts are views of, in this order; None where they are none of one tensor."""
+    first, width = parts[0], parts[0].shape[1]
+    adjacent = all(
+        part.stride() == first.stride()
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.storage_offset() == first.storage_offset() + index * width
+        for index, part in enumerate(parts)
+    )
+    if not adjacent or first.stride(1) != 1 or first.stride(0) < len(parts) * width:
+        return None
+    return first.as_strided((first.shape[0], len(parts) * width), first.stride())

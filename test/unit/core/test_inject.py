@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dspark_cp.core import inject
-from sglang_dspark_cp.core.align import WORDS, HostCounts, digest
+from sglang_dspark_cp.core.align import WORDS, HostCounts
 from sglang_dspark_cp.core.gather import ArrivedRows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof, Ledger
+from sglang_dspark_cp.core.rows import digest
 
 torch.set_num_threads(1)
 
@@ -41,13 +42,15 @@ class Batch:
         return self
 
     def admit(self, **change: Any) -> torch.Tensor | None:
-        return self.proof.admit(
+        """The locations; `placed` has the rest."""
+        self.placed = self.proof.admit(
             change.get("hidden", self.hidden),
             change.get("positions", self.positions),
             change.get("cache_loc", self.cache_loc),
             expected_width=change.get("expected_width", WIDTH),
             to_swa=to_swa,
         )
+        return None if self.placed is None else self.placed.locations
 
     def counts(self) -> HostCounts:
         return HostCounts(*self.proof.words().tolist()[:9])
@@ -186,14 +189,24 @@ def test_level_shape_counts_only() -> None:
     batch = Batch(rows=False, addressed=False).arrive()
     batch.cache_loc[0] = 500
     locations = batch.admit()
-    assert locations is batch.cache_loc
+    assert locations is not None
+    assert torch.equal(locations, batch.cache_loc)
     assert batch.device() == [0, 0, -1, 0, 0]
 
 
 def test_level_off_checks_nothing() -> None:
     batch = Batch(shape=False, rows=False, addressed=False).arrive()
-    cache_loc = batch.cache_loc[:5]
-    assert batch.admit(cache_loc=cache_loc, expected_width=99) is cache_loc
+    batch.cache_loc[0] = 500  # no slot
+    locations = batch.admit(expected_width=99)
+    assert locations is not None
+    assert torch.equal(locations, batch.cache_loc)
+    assert batch.proof.words().tolist()[9:] == [0, 0, -1, 0, 0]
+
+
+def test_level_off_reads_nothing_beyond_the_end() -> None:
+    batch = Batch(shape=False, rows=False, addressed=False).arrive()
+    with pytest.raises(ValueError, match="7 positions, 5 cache locations and 5 pool slots"):
+        batch.admit(cache_loc=batch.cache_loc[:5])
 
 
 def arranged_batch(order: Sequence[int], ticket: bool = True) -> tuple[Batch, torch.Tensor]:
@@ -216,8 +229,8 @@ def test_locations_and_positions_follow_the_rows(order: list[int]) -> None:
     locations = batch.admit(hidden=ticket)
     assert locations is not None
     assert locations.tolist() == [NOT_WRITTEN if row < 0 else int(batch.cache_loc[row]) for row in order]
-    places = batch.proof.arranged(batch.positions).tolist()
-    assert places == [0 if row < 0 else int(batch.positions[row]) for row in order]
+    assert batch.placed is not None
+    assert batch.placed.positions.tolist() == [0 if row < 0 else int(batch.positions[row]) for row in order]
     assert batch.device()[:4] == [0, 0, -1, 0]
     assert batch.counts() == HostCounts(7, 7, 7, 7, WIDTH, WIDTH, 0, 0, 1)
     assert batch.proof.rows == 7
