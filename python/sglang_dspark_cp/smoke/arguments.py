@@ -15,6 +15,7 @@ from typing import Any
 
 from . import geometry
 from .processes import RankConfig
+from .release import installed
 
 GPU_MEMORY_GIB = 141
 
@@ -32,7 +33,7 @@ def prefill_arguments(model: Path, cp_size: int, chunk: int, bootstrap_port: int
     return [
         *("--model-path", str(model), "--skip-tokenizer-init", "--trust-remote-code", "--host", "127.0.0.1"),
         *("--device", "cuda", "--tensor-parallel-size", str(cp_size)),
-        *("--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "round-robin-split"),
+        *installed().CP_FLAGS,
         *("--speculative-algorithm", "DSPARK", "--chunked-prefill-size", str(chunk)),
         *("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake"),
         *("--disaggregation-bootstrap-port", str(bootstrap_port)),
@@ -82,10 +83,8 @@ class Resolver:
 
     def resolve(self, arguments: list[str]) -> bytes | str:
         """A pickled `ServerArgs` for a command line, or the text of the error that SGLang stops with."""
-        from sglang.srt.server_args import prepare_server_args
-
         try:
-            return pickle.dumps(prepare_server_args(arguments))
+            return pickle.dumps(installed().resolve(arguments))
         except (Exception, SystemExit) as error:
             return f"{type(error).__name__}: {error}"
 

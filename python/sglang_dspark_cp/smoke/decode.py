@@ -13,7 +13,8 @@ from ..core import reference
 from . import geometry as g
 from . import native
 from .processes import RankConfig
-from .ranks import EMPTY, Memory, join_groups, make_pool, without_gpu
+from .ranks import EMPTY, Memory, make_pool
+from .release import installed
 from .workload import Prompt
 
 REQUEST_SLOTS = 64
@@ -24,10 +25,9 @@ class BootstrapRank:
 
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
-        from sglang.srt.runtime_context import get_context
 
         native.load(config.options["stand_in"])
-        get_context().override_server_args(device="cpu", host="127.0.0.1", page_size=g.PAGE).install()
+        installed().publish(0, device="cpu", host="127.0.0.1", page_size=g.PAGE)
         port = config.options["bootstrap_port"]
         self.server = MooncakeKVBootstrapServer("127.0.0.1", port)
         _wait_for_port(port)
@@ -90,10 +90,11 @@ class DecodeRank:
         self.config = config
         self.report = report
         options = config.options
+        self.sglang = installed()
         native.load(options["stand_in"])
-        without_gpu()
+        self.sglang.without_gpu()
         self._publish(options)
-        from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers, is_mla_backend
+        from sglang.srt.disaggregation.utils import DisaggregationMode, is_mla_backend
         from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import init_mooncake_transfer_engine
 
         self.target_pool = make_pool(g.TARGET_RATIOS, REQUEST_SLOTS)
@@ -101,8 +102,14 @@ class DecodeRank:
         mapping = torch.arange(g.POOL_PAGES * g.PAGE)
         self.target_pool.register_mapping(mapping)
         self.draft_pool.register_mapping(mapping)
-        self.metadata = MetadataBuffers(REQUEST_SLOTS, 32, torch.float32)
-        self.kv_args = self._kv_args()
+        self.metadata = self.sglang.metadata_buffers(REQUEST_SLOTS)
+        self.kv_args = self.sglang.kv_args(
+            rank=0,
+            dp_rank=config.rank,
+            prefill=False,
+            pools=(self.target_pool, self.draft_pool),
+            metadata=self.metadata,
+        )
         self.memory = Memory(self.kv_args)
         self.memory.fill(EMPTY)
         init_mooncake_transfer_engine(hostname="127.0.0.1", gpu_id=0, ib_device=None)
@@ -114,46 +121,26 @@ class DecodeRank:
         self.address = f"127.0.0.1:{options['bootstrap_port']}"
 
     def _publish(self, options: dict[str, Any]) -> None:
-        from sglang.srt.runtime_context import get_context
-
         dp_size = options["dp_size"]
-        self.server_args = (
-            get_context()
-            .override_server_args(
-                device="cpu",
-                host="127.0.0.1",
-                page_size=g.PAGE,
-                tp_size=dp_size,
-                dp_size=dp_size,
-                enable_dp_attention=dp_size > 1,
-                disaggregation_mode="decode",
-                disaggregation_transfer_backend="mooncake",
-                disaggregation_bootstrap_port=options["bootstrap_port"],
-                speculative_algorithm="DSPARK",
-                load_balance_method="follow_bootstrap_room",
-            )
-            .install()
+        self.server_args = self.sglang.publish(
+            self.config.rank,
+            device="cpu",
+            host="127.0.0.1",
+            page_size=g.PAGE,
+            tp_size=dp_size,
+            dp_size=dp_size,
+            enable_dp_attention=dp_size > 1,
+            disaggregation_mode="decode",
+            disaggregation_transfer_backend="mooncake",
+            disaggregation_bootstrap_port=options["bootstrap_port"],
+            speculative_algorithm="DSPARK",
+            load_balance_method="follow_bootstrap_room",
         )
         self._join(options)
 
     def _join(self, options: dict[str, Any]) -> None:
         dp_size = options["dp_size"]
-        join_groups(dp_size, self.config.rank, options["dist_port"], dp_size=dp_size, cp_size=1)
-
-    def _kv_args(self) -> Any:
-        from sglang.srt.disaggregation.base.conn import KVArgs
-        from sglang.srt.disaggregation.utils import setup_state_kv_args
-
-        args = KVArgs()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = 0, 0, self.config.rank, 0
-        args.kv_cache_dtype_str, args.page_size, args.ib_device = "fp8_e4m3", g.PAGE, None
-        args.prefill_start_layer, args.prefill_end_layer = 0, self.target_pool.end_layer
-        args.mla_compression_ratios = None
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.target_pool.get_contiguous_buf_infos()
-        args.kv_layer_ids = []
-        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
-        setup_state_kv_args(args, self.target_pool, self.draft_pool, len(g.TARGET_RATIOS))
-        return args
+        self.sglang.join_groups(dp_size, self.config.rank, options["dist_port"], dp_size=dp_size, cp_size=1)
 
     def serve(self, prompts: list[Prompt], timeout: float) -> list[Received]:
         """Ask for the prompts' KV and wait until each has arrived or failed."""
@@ -196,19 +183,13 @@ class DecodeRank:
         window_page = max(0, len(prompt.tokens) - g.WINDOW) // g.PAGE
         state_pages = pages[window_page:]
         components = [
-            self._compressed_state(slot + 1, len(prompt.tokens)) if kind.value == "c128_state" else state_pages
+            self.sglang.request_state(self.target_pool, slot + 1, len(prompt.tokens))
+            if kind.value == "c128_state"
+            else state_pages
             for kind in self.kv_args.state_types
         ]
         receiver.send_metadata(_int32(pages), slot, [_int32(component) for component in components])
         return Asked(prompt, receiver, slot, pages, state_pages, window_page)
-
-    def _compressed_state(self, request_slot: int, length: int) -> Any:
-        """Rows of the 128:1 compressor's state that belong to a request, as SGLang's decode computes them."""
-        from sglang.srt.disaggregation.utils import get_dsv4_c128_state_indices, is_dsv4_c128_online_enabled
-
-        online = is_dsv4_c128_online_enabled()
-        ring = 1 if online else self.target_pool.get_ring_size(128)
-        return get_dsv4_c128_state_indices(request_slot, length, online=online, ring_size=ring)
 
     def failed(self, asked: Asked) -> Received:
         """The end of a request whose transfer failed."""

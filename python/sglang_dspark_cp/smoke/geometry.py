@@ -9,6 +9,8 @@ STREAMS = 4
 LAYERS = 4
 CAPTURED_LAYERS = (1, 2, 3)
 STAGES = 3
+BLOCK = 5
+"""Tokens that a draft proposes."""
 ROW = 512
 NOPE = 448
 ROPE = ROW - NOPE
@@ -78,7 +80,7 @@ MODEL_CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "num_nextn_predict_layers": STAGES,
-    "dspark_block_size": 5,
+    "dspark_block_size": BLOCK,
     "dspark_markov_rank": 32,
     "dspark_noise_token_id": 1000,
     "dspark_target_layer_ids": list(CAPTURED_LAYERS),

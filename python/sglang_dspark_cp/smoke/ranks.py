@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ..core import reference
 from . import geometry as g
+from .release import installed
 
 EMPTY = 0xEE
 """Byte that a decode pool holds where nothing has arrived."""
@@ -50,60 +52,29 @@ def make_pool(ratios: tuple[int, ...], request_slots: int) -> Any:
 
 
 def without_gpu() -> None:
-    """Replace the few GPU-only calls on the way; each stands in for hardware that is not there."""
-    import sglang.srt.distributed.device_communicators.pynccl as pynccl
-    from sglang.srt.distributed import parallel_state
-
-    class NoNccl:
-        """In place of the NCCL communicator: disabled, so that torch.distributed (gloo) is used."""
-
-        disabled = True
-        available = False
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-    pynccl.PyNcclCommunicator = NoNccl
-    parallel_state._ENABLE_CUSTOM_ALL_REDUCE = False
-    # The registered custom op has no CPU kernel; its own implementation does the same on gloo.
-    coordinator = parallel_state.GroupCoordinator
-    coordinator.all_gather_into_tensor = coordinator._all_gather_into_tensor
-    torch.cuda.current_stream = lambda *args, **kwargs: None  # type: ignore[assignment]
+    """Replace the few GPU-only calls on the way, see `Release`."""
+    installed().without_gpu()
 
 
 def join_groups(world_size: int, rank: int, port: int, *, dp_size: int, cp_size: int) -> None:
     """Real gloo process groups, made by SGLang's own `initialize_model_parallel`."""
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers import dp_attention
-
-    parallel_state.init_distributed_environment(
-        world_size=world_size,
-        rank=rank,
-        local_rank=rank,
-        backend="gloo",
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=world_size,
-        attention_data_parallel_size=dp_size,
-        attention_context_model_parallel_size=cp_size,
-        backend="gloo",
-    )
-    dp_attention._ATTN_DP_SIZE, dp_attention._ATTN_DP_RANK = dp_size, rank if dp_size > 1 else 0
+    installed().join_groups(world_size, rank, port, dp_size=dp_size, cp_size=cp_size)
 
 
-def allocate_on_cpu() -> None:
-    """SGLang's paged allocator calls a Triton kernel; its own torch version of that kernel takes its place."""
-    from sglang.srt.mem_cache.allocator import paged
-
-    class OnCpu:
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(prefix: Any, seq: Any, last: Any, free: Any, out: Any, _: int, page_size: int) -> None:
-                paged.alloc_extend_naive(prefix, seq, last, free, out, page_size, "cpu")
-
-            return launch
-
-    paged.alloc_extend_kernel = OnCpu()
+def write_rows(
+    *,
+    kv: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    positions: torch.Tensor,
+    out_loc: torch.Tensor,
+    kvcache: torch.Tensor,
+    page_size: int,
+) -> None:
+    """In place of the CUDA kernel that writes draft rows: this package's reference writer."""
+    rows = reference.make_rows(kv, kv_weight, eps, freqs_cis, positions)
+    reference.write_rows(kvcache, page_size, out_loc, rows)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from . import geometry as g
 from .decode import REQUEST_SLOTS, Asked, DecodeRank, Received
 from .prefill import PrefillRank, PrefillReport, RequestReport
 from .processes import RankConfig
-from .ranks import EMPTY, join_groups, prefill_tag
+from .ranks import EMPTY, prefill_tag
 from .workload import Prompt
 
 IDLE_S = 0.004
@@ -80,7 +80,7 @@ class SoakPrefillRank(PrefillRank):
         while not self.stopping:
             for command, value in self._next_commands():
                 if command == "request":
-                    req = self._make_request(value)
+                    req = self.sglang.make_request(value, self.server_args)
                     self.reports[req.rid] = RequestReport(value.room, value.name, len(value.tokens))
                     queue.add(req, num_kv_heads=1)
                 elif command == "abort":
@@ -176,9 +176,8 @@ class SoakPrefillRank(PrefillRank):
             full, swa = cache.full_evictable_size(), cache.swa_evictable_size()
         return int(min(allocator.full_available_size() + full, allocator.swa_available_size() + swa)) // g.PAGE
 
-    @staticmethod
-    def _still_needed(req: Any) -> int:
-        return 0 if req is None else -(-(len(req.origin_input_ids) - req.extend_range.end) // g.PAGE) + 1
+    def _still_needed(self, req: Any) -> int:
+        return 0 if req is None else -(-(len(req.origin_input_ids) - self.sglang.end_of(req)) // g.PAGE) + 1
 
     def _soak_report(self) -> SoakPrefillReport:
         from ..adapters import runtime as state
@@ -237,10 +236,7 @@ class SoakDecodeRank(DecodeRank):
 
     def _join(self, options: dict[str, Any]) -> None:
         """Alone in its process group, so that it can be replaced; for SGLang it is rank r of `dp_size`."""
-        from sglang.srt.layers import dp_attention
-
-        join_groups(1, 0, options["dist_port"], dp_size=1, cp_size=1)
-        dp_attention._ATTN_DP_SIZE, dp_attention._ATTN_DP_RANK = options["dp_size"], self.config.rank
+        self.sglang.join_alone(options["dist_port"], dp_rank=self.config.rank, dp_size=options["dp_size"])
 
     def soak(self) -> SoakDecodeReport:
         """Ask for KV until the command `stop`."""

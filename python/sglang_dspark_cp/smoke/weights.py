@@ -43,6 +43,12 @@ def target_weights(seed: int = 0) -> TargetWeights:
     )
 
 
+def lm_head_weight(seed: int = 2) -> torch.Tensor:
+    """The target's LM head, [V, H] bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(g.VOCAB, g.HIDDEN, generator=generator).to(torch.bfloat16)
+
+
 def draft_checkpoint(seed: int = 1) -> dict[str, torch.Tensor]:
     """What the draft needs to make context KV, under its names in the official checkpoint layout."""
     generator = torch.Generator().manual_seed(seed)
