@@ -45,6 +45,8 @@ WORST_ERROR = 3e-2
 bit, which can move an e4m3 code by one step; a wrong row has an error near 1.4."""
 WRITER_ERROR, WRITER_EQUAL = 5e-3, 0.99
 NOT_THERE = "-"
+BUSY = "ms, GPU kept busy"
+"""Unit of what is plotted: in serving, the GPU still runs target layers while the host launches these kernels."""
 TABLE_WIDTH = 160
 
 
@@ -253,6 +255,13 @@ def complete(result: dict[str, Any]) -> None:
         for series in ("ms", "queued_ms"):
             cell[series]["of_limit"] = cell[series]["median"] / cell["limit_ms"]
             cell[series]["of_stock"] = cell[series]["median"] / base[series]["median"]
+        cell["peak_of_stock"] = cell["peak_bytes"] / base["peak_bytes"]
+    cells = {(cell["cp"], cell["hidden"], cell["tokens"], cell["design"]): cell for cell in result["cells"]}
+    for (*shape, design), cell in cells.items():
+        bare = cells.get((*shape, f"{design}-unproved"))
+        if bare is not None and "ms" in cell:
+            cost = cell["queued_ms"]["median"] - bare["queued_ms"]["median"]
+            cell["proof"] = {"queued_ms": cost, "share": cost / cell["queued_ms"]["median"]}
     writer = result["facts"].get("writer_check")
     if writer and not (writer["worst_relative_error"] <= WRITER_ERROR and writer["equal_bytes"] >= WRITER_EQUAL):
         result["problems"].append(f"the pool writer of this benchmark differs from core.reference: {writer}")
@@ -317,6 +326,21 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         where = f"cp {cp}, H {hidden}{note}"
         found.append((f"{where}: captured shard to pool rows, ms", heading, times))
         found.append((f"{where}: parts in the path / alone, ms", ["T", "design", *PARTS], parts))
+        passes = [
+            [str(cell["tokens"]), name, *(f"{each[key]:.4f}" for key in ("ms", "torch_ms")), f"{each['of_torch']:.2f}"]
+            for cell in cells
+            if (cell["cp"], cell["hidden"]) == (cp, hidden)
+            for name, each in cell.get("kernels", {}).items()
+        ]
+        found.append(
+            (f"{where}: passes over rows, kernel and torch", ["T", "design", "ms", "torch", "of torch"], passes)
+        )
+        proofs = [
+            [str(cell["tokens"]), cell["design"], f"{cell['proof']['queued_ms']:.4f}", f"{cell['proof']['share']:.2%}"]
+            for cell in cells
+            if (cell["cp"], cell["hidden"]) == (cp, hidden) and "proof" in cell
+        ]
+        found.append((f"{where}: what the proof adds while the GPU is busy", ["T", "design", "ms", "share"], proofs))
     return found
 
 
@@ -368,16 +392,16 @@ def panels(result: Mapping[str, Any]) -> list[list[tuple[str, str, dict[str, lis
     note = f", {EMULATED}" if result["link"] == EMULATED else ""
     rows = []
     for cp in dict.fromkeys(cell["cp"] for cell in cells):
-        for unit in ("ms", "MB received per rank"):
+        for unit in (BUSY, "MB received per rank"):
             row = []
             for hidden in dict.fromkeys(cell["hidden"] for cell in cells):
                 lines: dict[str, list[tuple[int, float]]] = {}
                 for cell in sorted(cells, key=lambda cell: int(cell["tokens"])):
-                    if (cell["cp"], cell["hidden"]) == (cp, hidden) and (unit != "ms" or "ms" in cell):
-                        value = cell["ms"]["median"] if unit == "ms" else cell["received_bytes"] / 1e6
+                    if (cell["cp"], cell["hidden"]) == (cp, hidden) and (unit != BUSY or "ms" in cell):
+                        value = cell["queued_ms"]["median"] if unit == BUSY else cell["received_bytes"] / 1e6
                         lines.setdefault(cell["design"], []).append((cell["tokens"], value))
                 if lines:
-                    row.append((f"cp {cp}, H {hidden}{note if unit == 'ms' else ''}", unit, lines))
+                    row.append((f"cp {cp}, H {hidden}{note if unit == BUSY else ''}", unit, lines))
             if row:
                 rows.append(row)
     return rows

@@ -22,11 +22,11 @@ from sglang_dspark_cp.core import costs, reference
 from sglang_dspark_cp.core.align import explain
 from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import ArrivedRows, gather_rows
-from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof, to_device
-from sglang_dspark_cp.core.layout import SendPlan, last_rows, rows_per_rank, send_all, send_some, shard
+from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
+from sglang_dspark_cp.core.layout import SendPlan, rows_per_rank, send_all, send_last, shard
 from sglang_dspark_cp.core.pack import PackedRows
 from sglang_dspark_cp.core.project import pack_context, pack_kv
-from sglang_dspark_cp.core.window import kept_rows
+from sglang_dspark_cp.core.window import kept_rows, send_kept
 
 LAYERS = 3
 STREAMS = 4
@@ -60,11 +60,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class DesignInfo:
-    """A design's name here, its id in `core.costs` and whether the prefix cache is on."""
+    """A design's name here, its id in `core.costs`, whether the prefix cache is on, whether rows are proved."""
 
     name: str
     id: str
     radix: bool = True
+    proved: bool = True
 
     @property
     def stock(self) -> bool:
@@ -86,6 +87,7 @@ DESIGNS = (
     DesignInfo("packed", "packed"),
     DesignInfo("context", "context"),
     DesignInfo("kv", "kv"),
+    DesignInfo("kv-unproved", "kv", proved=False),
     DesignInfo("window", "window"),
     DesignInfo("window-noradix", "window", radix=False),
 )
@@ -96,7 +98,9 @@ def formula(design: DesignInfo, shape: Shape) -> costs.DesignCost:
     chunk = costs.Chunk(shape.tokens, shape.cp, page=PAGE, radix=design.radix)
     rates = costs.Rates(1.0, 1.0, 0.0)
     (found,) = [cost for cost in costs.designs(shape.model, chunk, rates) if cost.id == design.id]
-    return found
+    if design.proved:
+        return found
+    return replace(found, received_bytes=found.received_bytes - (shape.cp - 1) * shape.rows * costs.ADDRESS)
 
 
 def tail_bytes(design: DesignInfo, shape: Shape) -> int:
@@ -104,7 +108,7 @@ def tail_bytes(design: DesignInfo, shape: Shape) -> int:
     if design.stock:
         return 0
     widths = {"packed": LAYERS * shape.hidden, "context": shape.hidden}
-    row = widths.get(design.id, STAGES * reference.ROW_WIDTH) * costs.ELEMENT + costs.ADDRESS
+    row = widths.get(design.id, STAGES * reference.ROW_WIDTH) * costs.ELEMENT + costs.ADDRESS * design.proved
     return (shape.cp - 1) * -(-shape.hidden * costs.ELEMENT // row) * row
 
 
@@ -355,9 +359,7 @@ def _stock_packed() -> list[Step]:
 
 def _of_requests(tail: torch.Tensor, plan: SendPlan, hidden: int) -> torch.Tensor:
     """Tails [C, >= K * H] -> the head rows of all requests in their order, [requests, H]."""
-    real = plan.order >= 0
-    source = real.nonzero().flatten()[plan.order[real].argsort()]
-    return tail[:, : plan.rows * hidden].reshape(-1, hidden)[to_device(source, tail.device)]
+    return tail[:, : plan.rows * hidden].reshape(-1, hidden).index_select(0, plan.arrival_on(tail.device))
 
 
 def _plugin(design: DesignInfo) -> list[Step]:
@@ -366,15 +368,12 @@ def _plugin(design: DesignInfo) -> list[Step]:
     def plan(rank: Rank, state: State) -> None:
         shape = rank.shape
         if design.windowed:
-            kept = kept_rows([(0, shape.tokens)], WINDOW, design.page)
-            sent = send_some(kept, shape.tokens, shape.cp, rank.cp_rank)
+            sent = send_kept([(0, shape.tokens)], WINDOW, design.page, shape.cp, rank.cp_rank)
         else:
             sent = send_all(shape.tokens, shape.cp)
-        heads = send_some(last_rows([shape.tokens]), shape.tokens, shape.cp, rank.cp_rank)
-        assert heads.local is not None
+        heads = send_last((shape.tokens,), shape.cp, rank.cp_rank)
         state["plan"], state["heads"] = sent, heads
-        state["select"] = None if sent.local is None else to_device(sent.local, rank.device)
-        state["head rows"] = to_device(heads.local, rank.device)
+        state["select"], state["head rows"] = sent.local_on(rank.device), heads.local_on(rank.device)
 
     def mean(rank: Rank, state: State) -> None:
         capture = AuxCapture(
@@ -382,7 +381,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
             range(LAYERS),
             lambda _, output: output,
             expected_rows=rank.shape.rows,
-            addressed=not projected,
+            addressed=not projected and design.proved,
             select=state["select"],
             tail=0 if projected else state["heads"].rows * rank.shape.hidden,
         )
@@ -394,14 +393,15 @@ def _plugin(design: DesignInfo) -> list[Step]:
     def wire(rank: Rank, state: State) -> None:
         pack = pack_context if design.id == "context" else pack_kv
         tail = state["heads"].rows * rank.shape.hidden
-        state["packed"] = pack(rank.projection, state["capture"].packed, addressed=True, tail=tail)
+        state["packed"] = pack(rank.projection, state["capture"].packed, addressed=design.proved, tail=tail)
 
     def packed_of(state: State) -> PackedRows:
         found: PackedRows = state["packed"] if projected else state["capture"].packed
         return found
 
     def address(rank: Rank, state: State) -> None:
-        packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
+        if design.proved:
+            packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
         rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
@@ -418,7 +418,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
         capture: AuxCapture = state.pop("capture")
         state.pop("packed", None)
         ticket = arrived.hidden.new_empty(rank.shape.tokens, 1)
-        proof = BatchProof(["request"], [0], [rank.shape.tokens])
+        proof = BatchProof(["request"], [0], [rank.shape.tokens], check_shape=design.proved, check_rows=design.proved)
         proof.note_arrived(arrived, capture.missing_rows(), ticket, state["plan"].sent)
         state["rows"] = proof.payload
         state["placed"] = proof.admit(

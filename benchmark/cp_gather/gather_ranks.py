@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from gather_designs import (
     DESIGNS,
+    STAGES,
     DesignInfo,
     Inputs,
     Rank,
@@ -42,6 +43,10 @@ from gather_designs import (
     verdict,
     wrong_bytes,
 )
+
+from sglang_dspark_cp.core import rows
+from sglang_dspark_cp.core.layout import send_all
+from sglang_dspark_cp.core.reference import ROW_WIDTH
 
 SABOTAGES = ("row", "payload", "raise")
 L2_BYTES = 60_000_000
@@ -390,6 +395,8 @@ def measure_shape(crew: Crew, shape: Shape) -> None:
         cell = cells[design.name]
         cell["ms"], cell["queued_ms"] = (spread(crew.slowest(each)) for each in times[design.name])
         cell["parts"] = _parts(crew, paths[design.name], rank, sets, ahead[design.name])
+        if design.name == "kv":
+            cell["kernels"] = kernel_times(crew, shape, sets)
         crew.tell("cell", cell)
 
 
@@ -414,6 +421,43 @@ def _parts(
         figures["alone_ms"] += alone
         state = dict(state)
         step(rank, state)
+    return found
+
+
+def kernel_times(crew: Crew, shape: Shape, sets: Sequence[Inputs]) -> dict[str, dict[str, float]]:
+    """Milliseconds of each pass of `core.rows` on this shape, as it runs here and in its torch form, by turns."""
+    device, width = crew.device, STAGES * ROW_WIDTH
+    every = torch.arange(shape.tokens, device=device)
+    order = send_all(shape.tokens, shape.cp).order_on(device)
+    wire = torch.zeros(order.shape[0], width // 4 + 2, dtype=torch.int64, device=device)
+    address = wire[:, -2:]
+    address[:] = order[:, None]
+    slot = torch.empty(shape.rows, 3 * shape.hidden, device=device, dtype=torch.bfloat16)[:, : shape.hidden]
+    local = every[: shape.rows]
+
+    def mean(form: Callable[..., None]) -> Callable[[int], None]:
+        return lambda number: form(sets[number % len(sets)].streams[0], slot)
+
+    def write(form: Callable[..., None]) -> Callable[[int], None]:
+        return lambda _: form(address[: shape.rows], local, local)
+
+    def place(form: Callable[..., Any]) -> Callable[[int], Any]:
+        return lambda _: form(every, every, every, order=order, address=address)
+
+    passes = {
+        "mean": (mean(rows.mean_streams), mean(rows.mean_streams_torch)),
+        "addresses": (write(rows.write_addresses), write(rows.write_addresses_torch)),
+        "place": (place(rows.place), place(rows.place_torch)),
+    }
+    found = {}
+    for name, forms in passes.items():
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(BLOCKS + 1):
+            for form, readings in zip(forms, times, strict=True):
+                new = crew.clock(form, PART_RUNS, 1.0)
+                readings.extend(new if number else [])  # the first block is a warm-up
+        ours, plain = (median(crew.slowest(each)) for each in times)
+        found[name] = {"ms": ours, "torch_ms": plain, "of_torch": ours / plain}
     return found
 
 

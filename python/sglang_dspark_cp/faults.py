@@ -37,7 +37,7 @@ def spoil_order(
     """`skip-restore`: rows are taken as if they arrived in global order. `swap-requests`: rows count as those that
     stand one request, or half the batch when it holds one request only, further on.
 
-    order: [N] int64 on the CPU, global row of each gathered row, -1 for none.
+    order: [N] int64, global row of each gathered row, -1 for none. Spoiling them makes the host wait on a GPU.
     """
     skip, swap = _is(fault, FaultKind.SKIP_RESTORE, cp_rank), _is(fault, FaultKind.SWAP_REQUESTS, cp_rank)
     if order is None or not (skip or swap):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
 from sglang_dspark_cp.core.layout import rows_per_rank, send_all, shard
+from sglang_dspark_cp.core.rows import mean_streams, mean_streams_torch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,3 +146,20 @@ def test_reference_writer_equals_the_cuda_writer() -> None:
     assert float(error.max()) < 5e-3
     assert float(same) > 0.99
     assert torch.equal(theirs.any(dim=1), ours.any(dim=1))
+
+
+def test_kernels_equal_their_torch_forms() -> None:
+    """Every case of `triton_rows_cases.py`, in bf16: means to the last bit."""
+    cases = Path(__file__).parents[1] / "unit" / "core" / "triton_rows_cases.py"
+    done = subprocess.run([sys.executable, str(cases), "cuda"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_means_equal_torchs_to_the_last_bit(hidden: int) -> None:
+    """The batch without CP takes SGLang's mean, which is torch's."""
+    streams = torch.randn(777, STREAMS, hidden, device="cuda", dtype=torch.bfloat16) * 30
+    ours, theirs = (torch.empty(777, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mean_streams(streams, ours)
+    mean_streams_torch(streams, theirs)
+    assert torch.equal(ours, theirs)

@@ -22,8 +22,8 @@ class ArrivedRows:
         hidden: [N, payload], a view with the wire's row stride.
         address: [N, 2] int64 (position, cache location) as the rows themselves carried it; None when not carried.
         wire_bytes: bytes that this rank received from the other ranks.
-        order: [N] int64 on the CPU, global row of each gathered row, -1 for a row of no token; None: the rows are
-            those of the batch in global order.
+        order: [N] int64 on the rows' device, global row of each gathered row, -1 for a row of no token; None: the rows
+            are those of the batch in global order.
         tail: [C, tail elements], what each rank sent behind its rows; None without a tail.
     """
 
@@ -57,6 +57,6 @@ def gather_rows(packed: PackedRows, plan: SendPlan, all_gather: AllGather) -> Ar
         payload_of(gathered, packed.format),
         address_of(gathered, packed.format) if packed.format.addressed else None,
         (plan.cp_size - 1) * local.shape[0] * packed.format.row_bytes,
-        plan.gathered_order(packed.tail_rows),
+        plan.order_on(local.device, packed.tail_rows),
         tail,
     )

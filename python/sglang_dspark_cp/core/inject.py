@@ -118,8 +118,7 @@ class BatchProof:
         self._address = arrived.address
         self._missing_rows = missing_rows
         self.rows = self.tokens if rows is None else rows
-        if arrived.order is not None:
-            self._order = to_device(arrived.order, arrived.hidden.device)
+        self._order = arrived.order
 
     def admit(
         self,
@@ -182,13 +181,6 @@ class BatchProof:
         assert len(tail) == DEVICE_WORDS
         tail[2] = self.tokens - tail[2] if tail[2] else -1
         return torch.tensor(self._counts.words() + tail, dtype=torch.int64)
-
-
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Integers of the host on `device`, by a copy from pinned memory that the host does not wait for."""
-    if device.type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(words: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,14 @@ which global row it is, and to put positions and locations (integers) into that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 NO_ROW = -1
 """Stands in an order where a gathered row is padding."""
+PLANS = 64
+"""Shapes of batches whose plans are kept."""
 
 
 def rows_per_rank(tokens: int, cp_size: int) -> int:
@@ -42,9 +43,18 @@ def shard(global_rows: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor
     return global_rows[cp_rank::cp_size]
 
 
-@dataclass(frozen=True)
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Integers of the host on `device`, by a copy from pinned memory that the host does not wait for."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
 class SendPlan:
     """Which rows every rank puts into the gather. All ranks make the same plan from the batch's lengths alone.
+
+    Plans of chunks of one shape are the same object, so that what they are on a device is copied there once.
 
     Attributes:
         tokens: T.
@@ -72,8 +82,37 @@ class SendPlan:
         blocks = self.order.view(self.cp_size, self.rows)
         return torch.nn.functional.pad(blocks, (0, tail_rows), value=NO_ROW).flatten()
 
+    def order_on(self, device: torch.device, tail_rows: int = 0) -> torch.Tensor:
+        """`gathered_order` on a device."""
+        return _order_on(self, device, tail_rows)
 
-@functools.lru_cache(maxsize=64)
+    def local_on(self, device: torch.device) -> torch.Tensor | None:
+        """`local` on a device."""
+        return None if self.local is None else _local_on(self, device)
+
+    def arrival_on(self, device: torch.device) -> torch.Tensor:
+        """Where each sent row arrives, [sent] int64 on a device, in the order of the global rows."""
+        return _arrival_on(self, device)
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _order_on(plan: SendPlan, device: torch.device, tail_rows: int) -> torch.Tensor:
+    return to_device(plan.gathered_order(tail_rows), device)
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _local_on(plan: SendPlan, device: torch.device) -> torch.Tensor:
+    assert plan.local is not None
+    return to_device(plan.local, device)
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _arrival_on(plan: SendPlan, device: torch.device) -> torch.Tensor:
+    arrived = (plan.order >= 0).nonzero().flatten()
+    return to_device(arrived[plan.order[arrived].argsort()], device)
+
+
+@functools.lru_cache(maxsize=PLANS)
 def send_all(tokens: int, cp_size: int) -> SendPlan:
     """Every rank sends its P rows."""
     rows = rows_per_rank(tokens, cp_size)
@@ -93,6 +132,8 @@ def send_some(kept: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> Se
     return SendPlan(tokens, cp_size, rows, order.flatten(), local)
 
 
-def last_rows(extend_lens: Sequence[int]) -> torch.Tensor:
-    """Global row of each request's last token, [requests] int64 on the CPU: the rows that meet the LM head."""
-    return torch.tensor(extend_lens, dtype=torch.int64).cumsum(0) - 1
+@functools.lru_cache(maxsize=PLANS)
+def send_last(extend_lens: tuple[int, ...], cp_size: int, cp_rank: int) -> SendPlan:
+    """Every rank sends the last row of each request that it owns: the rows that meet the LM head."""
+    ends = torch.tensor(extend_lens, dtype=torch.int64).cumsum(0)
+    return send_some(ends - 1, sum(extend_lens), cp_size, cp_rank)

@@ -80,6 +80,14 @@ class PackedRows:
         self.tail_rows = -(-tail // row_format.width)
         self.buffer = torch.empty(rows + self.tail_rows, row_format.width, dtype=row_format.dtype, device=device)
 
+    @classmethod
+    def around(cls, rows: torch.Tensor) -> PackedRows:
+        """Rows [N, width] that are there already, as one slot without address and tail; nothing is copied."""
+        packed = cls.__new__(cls)
+        packed.format = RowFormat(1, rows.shape[1], rows.dtype, addressed=False)
+        packed.rows, packed.tail_rows, packed.buffer = rows.shape[0], 0, rows
+        return packed
+
     def payload(self) -> torch.Tensor:
         """View [rows, payload] of the rows without their addresses."""
         return payload_of(self.buffer[: self.rows], self.format)

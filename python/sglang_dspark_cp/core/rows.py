@@ -66,9 +66,12 @@ def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor
         select: [N] int64, rows to take, clamped to R - 1; None: the first N.
     """
     kernels = _kernels(streams)
-    if kernels is not None:
-        kernels.mean_streams(streams, slot, select)
-    elif select is None:
+    (mean_streams_torch if kernels is None else kernels.mean_streams)(streams, slot, select)
+
+
+def mean_streams_torch(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor | None = None) -> None:
+    """`mean_streams` in plain torch, on any device."""
+    if select is None:
         torch.mean(streams[: slot.shape[0]], dim=1, out=slot)
     else:
         torch.mean(streams.index_select(0, select.clamp(max=streams.shape[0] - 1)), dim=1, out=slot)
@@ -85,9 +88,13 @@ def write_addresses(
         select: [N] int64, which of the P belong to the rows; None: all, in order (N == P).
     """
     kernels = _kernels(words)
-    if kernels is not None:
-        kernels.write_addresses(words, positions, cache_loc, select)
-        return
+    (write_addresses_torch if kernels is None else kernels.write_addresses)(words, positions, cache_loc, select)
+
+
+def write_addresses_torch(
+    words: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor, select: torch.Tensor | None = None
+) -> None:
+    """`write_addresses` in plain torch, on any device."""
     words[:, 0] = positions if select is None else positions[select]
     words[:, 1] = cache_loc if select is None else cache_loc[select]
 

@@ -28,6 +28,8 @@ class PrefillTopology:
     cache_layer_split: bool = False
     pdmux: bool = False
     two_batch_overlap: bool = False
+    prefill_graph: bool = False
+    unified_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,24 @@ def violations(topology: PrefillTopology) -> list[Violation]:
                 "one batch at a time on the prefill side",
                 "overlapped layers do not show their finished hidden states one after the other",
                 "leave out --enable-two-batch-overlap",
+            )
+        )
+    if t.prefill_graph:
+        found.append(
+            Violation(
+                "a CUDA graph for prefill",
+                "eager prefill, which is SGLang's default for DeepSeek-V4 with context parallelism",
+                "a replayed graph does not run the code that takes up the captured rows",
+                "leave out --cuda-graph-backend-prefill",
+            )
+        )
+    if t.unified_memory:
+        found.append(
+            Violation(
+                "the unified memory pool",
+                "pools of their own",
+                "its locations are virtual, and rows are proved by the locations that they are written to",
+                "leave out --enable-unified-memory",
             )
         )
     return found

@@ -8,9 +8,12 @@ radix cache hands out whole pages, so such a place is a page boundary B, and the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
+
+from .layout import PLANS, SendPlan, send_some
 
 
 def kept_rows(spans: Sequence[tuple[int, int]], window: int, page: int | None) -> torch.Tensor:
@@ -32,3 +35,18 @@ def kept_rows(spans: Sequence[tuple[int, int]], window: int, page: int | None) -
             reached |= page - 1 - positions % page < window
         keep.append(reached)
     return torch.cat(keep).nonzero().flatten() if keep else torch.zeros(0, dtype=torch.int64)
+
+
+def send_kept(spans: Sequence[tuple[int, int]], window: int, page: int | None, cp_size: int, cp_rank: int) -> SendPlan:
+    """The plan that sends `kept_rows`, the same object for batches of one shape."""
+    first = [0 if page is None else start % page for start, _ in spans]  # nothing else of a start matters
+    shape = tuple((low, low + end - start) for low, (start, end) in zip(first, spans, strict=True))
+    return _send_kept(shape, window, page, cp_size, cp_rank)
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _send_kept(
+    spans: tuple[tuple[int, int], ...], window: int, page: int | None, cp_size: int, cp_rank: int
+) -> SendPlan:
+    tokens = sum(end - start for start, end in spans)
+    return send_some(kept_rows(spans, window, page), tokens, cp_size, cp_rank)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from sglang_dspark_cp.core.layout import (
     NO_ROW,
     global_row,
-    last_rows,
     owned_rows,
     rows_per_rank,
     send_all,
+    send_last,
     send_some,
     shard,
 )
+from sglang_dspark_cp.core.window import kept_rows, send_kept
 
 tokens_and_ranks = st.tuples(st.integers(0, 400), st.integers(1, 16))
 
@@ -65,8 +66,44 @@ def test_a_tail_stands_behind_each_ranks_rows_and_is_no_row() -> None:
     assert send_all(3, 2).gathered_order() is send_all(3, 2).order
 
 
-def test_last_rows() -> None:
-    assert last_rows([3, 1, 4]).tolist() == [2, 3, 7]
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+def test_the_last_row_of_each_request(cp_size: int) -> None:
+    plans = [send_last((3, 1, 4), cp_size, rank) for rank in range(cp_size)]
+    for rank, plan in enumerate(plans):
+        assert plan.local is not None
+        mine = [row for row in (2, 3, 7) if row % cp_size == rank]
+        assert [local * cp_size + rank for local in plan.local.tolist()[: len(mine)]] == mine
+        arrival = plan.arrival_on(torch.device("cpu"))
+        assert plan.order[arrival].tolist() == [2, 3, 7]
+
+
+def test_plans_of_one_shape_are_one_object() -> None:
+    assert send_last((3, 4), 2, 0) is send_last((3, 4), 2, 0)
+    assert send_kept([(512, 700)], 128, 256, 2, 0) is send_kept([(0, 188)], 128, 256, 2, 0)
+    assert send_kept([(512, 700)], 128, 256, 2, 0) is not send_kept([(1, 189)], 128, 256, 2, 0)
+    cpu = torch.device("cpu")
+    assert send_all(13, 8).order_on(cpu, 2) is send_all(13, 8).order_on(cpu, 2)
+    assert torch.equal(send_all(13, 8).order_on(cpu, 2), send_all(13, 8).gathered_order(2))
+    assert send_all(13, 8).local_on(cpu) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 700)), min_size=1, max_size=4),
+    st.sampled_from([None, 16, 256]),
+    st.sampled_from([2, 8]),
+)
+def test_a_plan_that_is_kept_is_that_of_the_batch(
+    requests: list[tuple[int, int]], page: int | None, cp_size: int
+) -> None:
+    spans = [(start, start + length) for start, length in requests]
+    kept = kept_rows(spans, 128, page)
+    for rank in range(cp_size):
+        plan = send_kept(spans, 128, page, cp_size, rank)
+        wanted = send_some(kept, sum(length for _, length in requests), cp_size, rank)
+        assert torch.equal(plan.order, wanted.order)
+        assert plan.local is not None
+        assert wanted.local is not None
+        assert torch.equal(plan.local, wanted.local)
 
 
 @given(tokens_and_ranks)
