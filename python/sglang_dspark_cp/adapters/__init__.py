@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from ..hooks.spec import Hook
 
-REVIEWED: dict[str, str] = {"0.5.17": "v0_5_17"}
+REVIEWED: dict[str, str] = {"0.5.17": "v0_5_17", "0.5.23": "v0_5_23"}
 """SGLang release -> adapter module of this package."""
 
 

@@ -1,61 +1,48 @@
-"""SGLang 0.5.17: a context-only DSpark draft on prefill workers (`core.draft_prune` says what and why)."""
+"""SGLang 0.5.17: a context-only DSpark draft on prefill workers; what it shares with other releases is in `draft`."""
 
 from __future__ import annotations
 
-import functools
-import json
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..core import draft_prune
-from ..core.draft_prune import DecodeOnly, DraftLoad, parameter_bytes
-from ..errors import PrunedDraftError
-from ..hooks.spec import Hook, ReliesOn, Tier
+from .draft import (
+    DRAFT,
+    MODEL,
+    draft_hook,
+    fill_stage,
+    forward,
+    init_draft,
+    init_markov_head,
+    init_worker,
+    load_weights,
+    needed_tensors,
+)
 from .runtime import runtime
 
-logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
+def _rope_table(config: Any) -> torch.Tensor:
+    """[positions, 32] complex: plain rotary embedding, which an original length of 0 selects.
 
-
-class ContextAttention(torch.nn.Module):
-    """What context KV needs of one stage's attention; attribute names are those that SGLang's KV writer reads.
-
-    Attributes:
-        wkv: [H] -> [512]; kv_norm: weight [512]; eps; layer_id: global stage id; freqs_cis: [positions, 32] complex.
+    SGLang caches it under these arguments, so that all stages share one.
     """
+    from sglang.kernels.ops.attention.deepseek_v4_rope import precompute_freqs_cis
+    from sglang.srt.models.deepseek_v4 import get_rope_config
 
-    def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
-        from sglang.kernels.ops.attention.deepseek_v4_rope import precompute_freqs_cis
-        from sglang.srt.layers.layernorm import RMSNorm
-        from sglang.srt.layers.linear import ReplicatedLinear
-        from sglang.srt.models.deepseek_v4 import get_rope_config
-        from sglang.srt.utils import add_prefix
-
-        super().__init__()
-        self.layer_id, self.eps = layer_id, config.rms_norm_eps
-        self.wkv = ReplicatedLinear(
-            config.hidden_size, config.head_dim, bias=False, quant_config=quant_config, prefix=add_prefix("wkv", prefix)
-        )
-        self.kv_norm = RMSNorm(config.head_dim, eps=self.eps)
-        theta, scaling = get_rope_config(config)
-        yarn = scaling or {}
-        # The draft's rows are not compressed: plain rotary embedding, which an original length of 0 selects. The table
-        # is cached by SGLang under these arguments, so that all stages share one.
-        table = precompute_freqs_cis(
-            config.qk_rope_head_dim,
-            config.max_position_embeddings,
-            0,
-            theta,
-            yarn.get("factor", 1.0),
-            yarn.get("beta_fast", 32),
-            yarn.get("beta_slow", 1),
-        )
-        self.register_buffer("freqs_cis", table, persistent=False)
+    theta, scaling = get_rope_config(config)
+    yarn = scaling or {}
+    table: torch.Tensor = precompute_freqs_cis(
+        config.qk_rope_head_dim,
+        config.max_position_embeddings,
+        0,
+        theta,
+        yarn.get("factor", 1.0),
+        yarn.get("beta_fast", 32),
+        yarn.get("beta_slow", 1),
+    )
+    return table
 
 
 def init_stage(
@@ -70,55 +57,8 @@ def init_stage(
     prefix: str = "",
     alt_streams: Any = None,
 ) -> None:
-    """Build a stage without what only drafting uses: it is never allocated, not even for a moment."""
-    from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.linear import ReplicatedLinear
-    from sglang.srt.utils import add_prefix
-
-    torch.nn.Module.__init__(stage)
-    stage.layer_id, stage.stage_id, stage.dim = layer_id, stage_id, config.hidden_size
-    stage.self_attn = ContextAttention(config, layer_id, quant_config, add_prefix("self_attn", prefix))
-    if stage_id == 0:
-        stage.main_proj = ReplicatedLinear(
-            num_target_layers * config.hidden_size,
-            config.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=add_prefix("main_proj", prefix),
-        )
-        stage.main_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-def init_markov_head(original: Callable[..., None], head: Any, **shape: Any) -> None:
-    """Build a Markov head without its two [vocab, rank] matrices."""
-    torch.nn.Module.__init__(head)
-
-
-def init_draft(original: Callable[..., None], draft: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the draft; the confidence head, which the planner wants to see, becomes a stand-in."""
-    original(draft, *args, **kwargs)
-    if draft.confidence_head is not None:
-        draft.confidence_head = DecodeOnly("the confidence head")
-
-
-def forward(original: Callable[..., Any], draft: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to draft."""
-    raise PrunedDraftError(draft_prune.refusal("the forward pass"))
-
-
-def load_weights(original: Callable[..., None], draft: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load the needed tensors of `weights`; the first time all of them must come."""
-    state = runtime()
-    first = not state.draft_loaded
-    load = DraftLoad(dict(draft.named_parameters()), draft._remap_dspark_weight_name, check_shapes=first)
-    state.draft_loading = True
-    try:
-        original(draft, load.needed(weights))
-    finally:
-        state.draft_loading = False
-    if first:
-        load.require_complete()
-        state.draft_loaded = True
+    """Build a stage without what only drafting uses."""
+    fill_stage(stage, config, layer_id, stage_id, num_target_layers, quant_config, prefix, _rope_table(config))
 
 
 def weights_iterator(original: Callable[..., Any], loader: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,139 +73,58 @@ def weights_iterator(original: Callable[..., Any], loader: Any, source: Any) -> 
     return ((source.prefix + name, tensor) for name, tensor in needed_tensors(Path(folder), files))
 
 
-def needed_tensors(folder: Path, files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Needed tensors of safetensors files on the CPU, read one by one.
-
-    The checkpoint's index says which files to open; without an index all of them are looked into.
-    """
-    from safetensors import safe_open
-
-    index = folder / INDEX
-    wanted = None
-    if index.is_file():
-        wanted = draft_prune.needed_files(json.loads(index.read_text())["weight_map"])
-    for file in sorted(files):
-        if wanted is not None and Path(file).name not in wanted:
-            continue
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                if draft_prune.is_needed(name):
-                    yield name, tensors.get_tensor(name)
-
-
-def init_worker(original: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the worker, keep warm-up and autotuning away from the draft, and say what was left out."""
-    original(worker, *args, **kwargs)
-    worker.draft_model_runner._kernel_warmed_up = True
-    held = parameter_bytes(worker.draft_model)
-    skipped = skipped_bytes(worker.model_runner.model, worker.draft_model)
-    logger.info(
-        "sglang-dspark-cp: the draft on this prefill worker holds %d stages of main_proj, main_norm, wkv, kv_norm:"
-        " %.1f MB. Left out: experts %.1f MB, query and output paths %.1f MB, norms and stream mixing %.1f MB, Markov"
-        " head %.1f MB (SGLANG_DSPARK_CP_DRAFT=full builds all of it)",
-        worker.draft_model.num_stages,
-        held / 1e6,
-        skipped["experts"] / 1e6,
-        skipped["attention"] / 1e6,
-        skipped["mixing"] / 1e6,
-        skipped["heads"] / 1e6,
-    )
-
-
-def skipped_bytes(target: Any, draft: Any) -> dict[str, int]:
-    """Parameter bytes per GPU that stock would hold in the draft beside the needed ones.
-
-    A stage has the shape, quantisation and sharding of a target layer, so its experts and projections are counted on
-    the target's last layer as it is loaded here. Differences in the draft: `wo_a` is always bf16.
-    """
-    from sglang.srt.environ import envs
-    from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
-
-    layer, config = target.model.layers[-1], draft.config
-    attention = layer.self_attn
-    latent = config.q_lora_rank + config.head_dim
-    if hasattr(attention, "wqkv_a"):
-        query = parameter_bytes(attention.wqkv_a) * config.q_lora_rank // latent
-    else:
-        query = parameter_bytes(attention.wq_a)
-    query += sum(parameter_bytes(part) for part in (attention.q_norm, attention.wq_b, attention.wo_b))
-    query += 2 * attention.wo_a.weight.numel() + 4 * config.num_attention_heads
-    rank = int(parse_dspark_draft_config(draft_hf_config=config).markov_rank)
-    markov_w2 = 2 if envs.SGLANG_DSPARK_OPT_MARKOV_W2_BF16.get() else 4
-    return {
-        "experts": draft.num_stages * parameter_bytes(layer.mlp),
-        "attention": draft.num_stages * query,
-        "mixing": draft.num_stages * (parameter_bytes(layer) - parameter_bytes(layer.mlp) - parameter_bytes(attention)),
-        "heads": int(config.vocab_size) * rank * (2 + markov_w2),
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------- table
 
-_DRAFT = "sglang.srt.models.deepseek_v4_dspark."
-_MODEL = "sglang.srt.models.deepseek_v4."
-
-
-_hook = functools.partial(
-    Hook,
-    tier=Tier.WORKER,
-    relies_on=ReliesOn.BODY,
-    process="prefill scheduler, while the draft is built, loaded or updated",
-    upstream="none, because every release up to 0.5.23 builds the whole DeepSeek-V4 draft on prefill",
-    remove_when="SGLang prunes the DeepSeek-V4 draft on PD prefill itself",
-)
-
-
 DRAFT_HOOKS = (
-    _hook(
+    draft_hook(
         "context-stage",
-        f"{_DRAFT}DSparkV4Stage.__init__",
+        f"{DRAFT}DSparkV4Stage.__init__",
         init_stage,
         ("self", "config", "layer_id", "stage_id", "num_stages", "num_target_layers", "quant_config", "prefix"),
         "2d4ba4ffc8d3",
         why="a stage holds only what makes KV rows; experts, query and output paths are never allocated",
         reads=(
-            (f"{_MODEL}DeepseekV4DecoderLayer.__init__", "9b71be5b99f4"),
-            (f"{_MODEL}MqaAttentionBase.__init__", "b122667d751b"),
-            (f"{_DRAFT}DSparkAttention.__init__", "459a15dc68eb"),
-            (f"{_DRAFT}DeepseekV4ForCausalLMDSpark.write_target_hidden_kv", "a63583956148"),
-            (f"{_DRAFT}DeepseekV4ForCausalLMDSpark.project_target_hidden", "67966bf7ee7b"),
+            (f"{MODEL}DeepseekV4DecoderLayer.__init__", "9b71be5b99f4"),
+            (f"{MODEL}MqaAttentionBase.__init__", "b122667d751b"),
+            (f"{DRAFT}DSparkAttention.__init__", "459a15dc68eb"),
+            (f"{DRAFT}DeepseekV4ForCausalLMDSpark.write_target_hidden_kv", "a63583956148"),
+            (f"{DRAFT}DeepseekV4ForCausalLMDSpark.project_target_hidden", "67966bf7ee7b"),
         ),
     ),
-    _hook(
+    draft_hook(
         "context-markov",
-        f"{_DRAFT}DSparkV4MarkovHead.__init__",
+        f"{DRAFT}DSparkV4MarkovHead.__init__",
         init_markov_head,
         ("self", "vocab_size", "markov_rank"),
         "4fe00b66a9b0",
         why="the Markov head's [vocab, rank] matrices are used by drafting only",
     ),
-    _hook(
+    draft_hook(
         "context-draft",
-        f"{_DRAFT}DeepseekV4ForCausalLMDSpark.__init__",
+        f"{DRAFT}DeepseekV4ForCausalLMDSpark.__init__",
         init_draft,
         ("self", "config"),
         "73e0f8f62c88",
         why="the confidence head is used by drafting only; the planner wants one to be there",
     ),
-    _hook(
+    draft_hook(
         "context-forward",
-        f"{_DRAFT}DeepseekV4ForCausalLMDSpark.forward",
+        f"{DRAFT}DeepseekV4ForCausalLMDSpark.forward",
         forward,
         ("self", "input_ids", "positions", "forward_batch"),
         "5f3e0c7de057",
         why="a pruned draft that is asked to draft says so",
     ),
-    _hook(
+    draft_hook(
         "context-load",
-        f"{_DRAFT}DeepseekV4ForCausalLMDSpark.load_weights",
+        f"{DRAFT}DeepseekV4ForCausalLMDSpark.load_weights",
         load_weights,
         ("self", "weights"),
         "38c30b716c61",
         why="only needed tensors are loaded, and all of them must be there",
-        reads=((f"{_DRAFT}DeepseekV4ForCausalLMDSpark._remap_dspark_weight_name", "365a4554a7c3"),),
+        reads=((f"{DRAFT}DeepseekV4ForCausalLMDSpark._remap_dspark_weight_name", "365a4554a7c3"),),
     ),
-    _hook(
+    draft_hook(
         "context-read",
         "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator",
         weights_iterator,
@@ -274,7 +133,7 @@ DRAFT_HOOKS = (
         why="stock reads the whole checkpoint a second time for the draft",
         reads=(("sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights", "14ac82047981"),),
     ),
-    _hook(
+    draft_hook(
         "context-worker",
         "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.__init__",
         init_worker,

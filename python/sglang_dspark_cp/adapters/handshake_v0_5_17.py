@@ -6,42 +6,15 @@ the transfer threads and in the scheduler's.
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..core import handshake
-from ..hooks.spec import Hook, ReliesOn, Tier
+from .handshake import handshake_hook, layout_of, name_of, registered_layout, stages_of
 
 logger = logging.getLogger(__name__)
-
-
-def layout_of(kv_args: Any) -> handshake.Layout:
-    """What this prefill worker sends."""
-    kinds = [kind.value for kind in kv_args.state_types]
-    return handshake.Layout(
-        kv_buffers=len(kv_args.kv_data_ptrs),
-        kv_item=kv_args.kv_item_lens[0] if kv_args.kv_item_lens else 0,
-        aux_buffers=len(kv_args.aux_data_ptrs),
-        components=handshake.named(kinds, kv_args.state_item_lens),
-    )
-
-
-def registered_layout(info: Any) -> handshake.Layout:
-    """What a decode registered. Kinds, page size, dtype and window are not in the message."""
-    return handshake.Layout(
-        kv_buffers=len(info.dst_kv_ptrs),
-        kv_item=info.dst_kv_item_len,
-        aux_buffers=len(info.dst_aux_ptrs),
-        components=handshake.unnamed(info.dst_state_item_lens),
-    )
-
-
-def _name(peer: Any) -> str:
-    return f"{peer.endpoint}:{peer.dst_port} (session {peer.mooncake_session_id})"
 
 
 class Registrations(dict[str, Any]):
@@ -60,7 +33,7 @@ class Registrations(dict[str, Any]):
         self.lock = threading.Lock()
 
     def __setitem__(self, session: str, info: Any) -> None:
-        text = handshake.refusal(_name(info), self.layout, registered_layout(info), sends=self.sends)
+        text = handshake.refusal(name_of(info), self.layout, registered_layout(info), sends=self.sends)
         if text is None:
             self.refused.pop(session, None)  # the same decode, restarted with other flags
         else:
@@ -76,23 +49,8 @@ class Registrations(dict[str, Any]):
             if peer.mooncake_session_id in self.refused:
                 return self.refused[peer.mooncake_session_id]
             if peer.mooncake_session_id not in self and not peer.is_dummy:
-                return handshake.stranger(_name(peer))
+                return handshake.stranger(name_of(peer))
         return None
-
-
-def stages_of(server_args: Any) -> int:
-    """Number of draft stages in the checkpoint, counted as the draft's own constructor does."""
-    from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    config = get_config(
-        server_args.speculative_draft_model_path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=server_args.speculative_draft_model_revision,
-        model_override_args=json.loads(server_args.json_model_override_args),
-    )
-    captured = parse_dspark_draft_config(draft_hf_config=config).target_layer_ids
-    return len(captured) if captured is not None else int(getattr(config, "num_nextn_predict_layers", 1) or 1)
 
 
 def _peers(manager: Any, room: int) -> list[Any]:
@@ -111,7 +69,7 @@ def tell(manager: Any, peers: Iterable[Any]) -> None:
         try:
             manager.sync_status_to_decode_endpoint(peer.endpoint, peer.dst_port, peer.room, KVPoll.Failed, rank)
         except zmq.ZMQError as error:
-            logger.warning("sglang-dspark-cp: decode %s was not told that it failed: %s", _name(peer), error)
+            logger.warning("sglang-dspark-cp: decode %s was not told that it failed: %s", name_of(peer), error)
 
 
 def fail_room(manager: Any, room: int, text: str) -> None:
@@ -177,7 +135,7 @@ def add_transfer_request(
         for peer in _peers(manager, bootstrap_room):
             text = None if peer.is_dummy else handshake.index_mismatch(components, rows, peer.dst_state_indices)
             if text is not None:
-                logger.error("sglang-dspark-cp: room %d, decode %s: %s", bootstrap_room, _name(peer), text)
+                logger.error("sglang-dspark-cp: room %d, decode %s: %s", bootstrap_room, name_of(peer), text)
                 return fail_room(manager, bootstrap_room, text)
     return original(manager, bootstrap_room, kv_indices, index_slice, is_last_chunk, **rest)
 
@@ -189,17 +147,8 @@ _MOONCAKE = "sglang.srt.disaggregation.mooncake.conn."
 _MANAGER = f"{_MOONCAKE}MooncakeKVManager."
 
 
-_hook = functools.partial(
-    Hook,
-    tier=Tier.WORKER,
-    relies_on=ReliesOn.BODY,
-    upstream="none, because no release compares the two sides",
-    remove_when="SGLang compares state layouts when a decode registers",
-)
-
-
 HANDSHAKE_HOOKS = (
-    _hook(
+    handshake_hook(
         "own-state",
         f"{_MANAGER}register_buffer_to_engine",
         register_buffers,
@@ -209,7 +158,7 @@ HANDSHAKE_HOOKS = (
         why="a worker without complete draft KV on the wire stops at start",
         reads=(("sglang.srt.disaggregation.utils.setup_state_kv_args", "f99249073a36"),),
     ),
-    _hook(
+    handshake_hook(
         "compare-registration",
         f"{_MANAGER}start_prefill_thread",
         start_prefill_thread,
@@ -224,7 +173,7 @@ HANDSHAKE_HOOKS = (
             (f"{_MOONCAKE}TransferInfo.from_zmq", "cb53f9d82ffe"),
         ),
     ),
-    _hook(
+    handshake_hook(
         "refuse-decode",
         f"{_COMMON}CommonKVManager.update_status",
         update_status,
@@ -238,7 +187,7 @@ HANDSHAKE_HOOKS = (
             (f"{_MANAGER}sync_status_to_decode_endpoint", "c18fdc1c3edf"),
         ),
     ),
-    _hook(
+    handshake_hook(
         "state-rows",
         f"{_MANAGER}add_transfer_request",
         add_transfer_request,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import AlignLevel, Config, Fault, GatherMode
 from ..core.inject import BatchProof, Ledger
 from .metrics import Metrics
@@ -29,6 +31,8 @@ class Runtime:
     """Rows for the LM head of the forward that runs now (`Heads` of the adapter)."""
     last_hidden: Any = None
     """[requests, H], on its way from the forward to the logits processor."""
+    passes: tuple[torch.Tensor, ...] = ()
+    """Tensors of the forward that runs now which are whole on every rank, so that no gather may take them."""
     metrics: Metrics | None = None
     """With --enable-metrics, on the ranks whose metrics SGLang serves; from the first batch on."""
     draft_loading: bool = False

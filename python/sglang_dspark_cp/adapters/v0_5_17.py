@@ -1,35 +1,32 @@
 """SGLang 0.5.17: the release in which the feature is missing.
 
-Handlers take engine objects, call `core`, write back. Here: arguments, the worker, the scheduler, and the table of all
-hooks; the forward itself is in `forward_v0_5_17`, the draft's construction in `draft_v0_5_17`.
+Handlers take engine objects, call `core`, write back. Here: arguments, the worker, how `scheduler` reads this release,
+and the table of all hooks; the forward itself is in `forward_v0_5_17`, the draft's construction in `draft_v0_5_17`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ..config import DraftParts
-from ..core.inject import BatchProof
 from ..core.topology import PrefillTopology, require_live_groups, require_supported
 from ..errors import TopologyError
 from ..hooks.install import install
 from ..hooks.spec import Hook, ReliesOn, Tier
+from . import scheduler
 from .draft_v0_5_17 import DRAFT_HOOKS
-from .forward_v0_5_17 import gather_before_head, inject_target_hidden, model_forward, pruned_states
+from .forward import pruned_states
+from .forward_v0_5_17 import gather_before_head, inject_target_hidden, model_forward
 from .gather_mode import CacheSetup, choose
 from .handshake_v0_5_17 import HANDSHAKE_HOOKS, fail_room
-from .metrics import LOG_EVERY, Metrics, log_line
 from .runtime import runtime
 
 logger = logging.getLogger(__name__)
 
 MODEL_ARCHITECTURE = "DeepseekV4ForCausalLM"
-NO_PAGE = -1
 
 
 # ---------------------------------------------------------------------------------------------- argument handling
@@ -170,26 +167,11 @@ def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_pu
     """Open the batch's proof, run stock's prefill (target forward, then injection), hand the proof to the result."""
     if batch.forward_mode.is_idle():
         return original(worker, batch, on_publish)
-    state = runtime()
-    state.cp_rank, state.draft = _cp_rank(), worker._kv_injector.draft_model
-    ledger = state.require_ledger(state.cp_rank)
-    proof = BatchProof(
-        [req.rid for req in batch.reqs],
-        batch.prefix_lens,
-        batch.extend_lens,
-        check_shape=state.check_shape,
-        check_rows=state.addressed,
-    )
-    ledger.begin(proof)
-    if ledger.tainted_pages:  # only after a refusal; costs a host sync then
-        for req, (start, _) in zip(batch.reqs, proof.spans, strict=True):
-            ledger.refuse_tainted(
-                req.rid, _pages(worker.model_runner.req_to_token_pool, worker.page_size, req, 0, start)
-            )
+    proof = scheduler.open_proof(ENGINE, worker, batch)
     try:
         result = original(worker, batch, on_publish)
     finally:
-        ledger.current = None
+        runtime().require_ledger(scheduler.cp_rank()).current = None
         proof.drop_hidden()
     result.logits_output.hidden_states = None
     result.dspark_cp_proof = proof
@@ -199,140 +181,38 @@ def forward_prefill(original: Callable[..., Any], worker: Any, batch: Any, on_pu
 # ------------------------------------------------------------------------------------------------------ scheduler
 
 
-def process_batch_result(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
-    """Settle the batch's proof on all ranks before anything of it is cached or sent."""
-    proof = result.__dict__.pop("dspark_cp_proof", None)
-    if proof is not None:
-        if result.copy_done is not None:
-            result.copy_done.synchronize()  # stock's own first step; the verdict's copy is older than this event
-        group = scheduler.attn_cp_cpu_group
-        error = runtime().require_ledger(_cp_rank()).settle(proof, lambda words: _gather_words(words, group))
-        if error is not None:
-            logger.error("AlignmentError on attn_cp_rank %d: %s", _cp_rank(), error)
-            for req, (start, end) in zip(batch.reqs, proof.spans, strict=True):
-                _refuse(scheduler, req, start, end, f"AlignmentError: {error}")
-        _report(scheduler, proof)
-    return original(scheduler, batch, result)
-
-
-def _report(scheduler: Any, proof: BatchProof) -> None:
-    """Metrics, where SGLang serves any, and a line in the log now and then. Once per batch."""
-    state = runtime()
-    counters = state.require_ledger(_cp_rank()).counters
-    refused = len(scheduler.disagg_prefill_bootstrap_queue.kv_manager.decode_kv_args_table.refused)
-    if counters.forwards % LOG_EVERY == 0:
-        logger.info("sglang-dspark-cp: %s", log_line(counters, refused))
-    if not scheduler.metrics_reporter.enable_metrics:
-        return
-    if state.metrics is None:
-        if not scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
-            return
-        labels = scheduler.metrics_collector.labels
-        state.metrics = Metrics(labels, gather=state.mode.value, align=state.config.align.value)
-    state.metrics.update(counters, [] if proof.gather_span is None else [proof.gather_span.seconds()], refused)
-
-
-def send_kv_chunk(
-    original: Callable[..., None], scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
-) -> None:
-    """Send nothing of a failed request, and a last chunk only when its final window was injected."""
-    ledger = runtime().require_ledger(_cp_rank())
-    failed = ledger.failure(req.rid)
-    if failed is None and last_chunk:
-        length = min(req.extend_range.end, len(req.origin_input_ids))
-        failed = ledger.require_complete(req.rid, length, scheduler.sliding_window_size)
-    if failed is not None:
-        _refuse(scheduler, req, 0, req.extend_range.end, failed)
-        return None
-    if last_chunk and runtime().config.dump_dir is not None:
-        from .debug_v0_5_17 import dump_prefill_rows
-
-        dump_prefill_rows(scheduler, req)
-    if last_chunk:
-        ledger.counters.rows_sent += min(scheduler.sliding_window_size, len(req.origin_input_ids))
-    return original(scheduler, req, last_chunk=last_chunk, end_idx=end_idx)
-
-
-def process_inflight_queue(original: Callable[..., list[Any]], scheduler: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Forget finished requests; once the last refused one is gone, empty the prefix cache of what it left there."""
-    done = original(scheduler, *args, **kwargs)
-    ledger = runtime().require_ledger(_cp_rank())
-    if done and runtime().config.dump_dir is not None:
-        from .debug_v0_5_17 import dump_counters
-
-        dump_counters(ledger)
-    finished = [req.rid for req in done]
-    if refused := ledger.failed_requests():
-        # A refused request may end elsewhere, such as by its client's abort while it is still being chunked.
-        held = {req.rid for req in _requests(scheduler)}
-        finished += [request_id for request_id in refused if request_id not in held]
-    if ledger.forget(finished):
-        _drop_cached_prefixes(scheduler.tree_cache)
-        ledger.tainted_pages.clear()
-        logger.warning("sglang-dspark-cp: the prefix cache was emptied after refused requests")
-    return done
-
-
-def _requests(scheduler: Any) -> list[Any]:
-    """Every request that the prefill scheduler holds, beside those of a batch in flight."""
-    queues = (
-        scheduler.disagg_prefill_bootstrap_queue.queue,
-        scheduler.waiting_queue,
-        scheduler.disagg_prefill_inflight_queue,
-    )
-    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
-    return [*(req for queue in queues for req in queue), *chunked]
-
-
-def _refuse(scheduler: Any, req: Any, start: int, end: int, text: str) -> None:
-    """Fail a request, and keep its rows at positions [start, end) from being used again."""
-    ledger = runtime().require_ledger(_cp_rank())
-    pool, page_size = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator.page_size
-    ledger.tainted_pages |= _pages(pool, page_size, req, start, end)
+def _skip_cache(req: Any) -> None:
     # A request between two chunks goes on to its last one: the cache hands it the prefix of its next chunk.
     req.skip_radix_cache_insert = req.inflight_middle_chunks <= 0
-    _fail(req, text)
-
-
-def _pages(req_to_token_pool: Any, page_size: int, req: Any, start: int, end: int) -> set[int]:
-    """KV pages of a request's positions [start, end); a host sync, used after a refusal only.
-
-    A request that was aborted meanwhile has given its pages back; the prefix cache is emptied all the same.
-    """
-    if req.req_pool_idx is None:
-        return {NO_PAGE}
-    loc = req_to_token_pool.req_to_token[req.req_pool_idx, start:end]
-    return set((loc // page_size).unique().tolist())
 
 
 def _fail(req: Any, text: str) -> None:
-    """End a request's transfer with `text` on this rank and tell its decode ranks; idempotent.
-
-    Stock's next poll, reduced over the CP ranks, then aborts the request everywhere and answers its client.
-    """
+    """Stock's next poll, reduced over the CP ranks, then aborts the request everywhere and answers its client."""
     sender = req.disagg_kv_sender
     fail_room(sender.kv_mgr, sender.bootstrap_room, text)
 
 
-def _drop_cached_prefixes(tree_cache: Any) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+def _dump_rows(prefill: Any, req: Any) -> None:
+    from .debug_v0_5_17 import dump_prefill_rows
 
-    if tree_cache.is_chunk_cache():
-        return
-    everything = tree_cache.full_evictable_size() + tree_cache.swa_evictable_size()
-    tree_cache.evict(EvictParams(num_tokens=everything, swa_num_tokens=everything))
+    dump_prefill_rows(prefill, req)
 
 
-def _gather_words(words: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    gathered = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, words, group=group)
-    return [row.tolist() for row in gathered]
+ENGINE = scheduler.Engine(
+    end_of=lambda req: int(req.extend_range.end),
+    pool_row=lambda req: req.req_pool_idx,
+    skip_cache=_skip_cache,
+    sends_from=lambda prefill, req, end: max(0, end - prefill.sliding_window_size),
+    fail=_fail,
+    refused_decodes=lambda manager: len(manager.decode_kv_args_table.refused),
+    has_prefixes=lambda cache: not cache.is_chunk_cache(),
+    retire=lambda prefill, req: None,
+    dump_rows=_dump_rows,
+)
 
-
-def _cp_rank() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().attn_cp_rank)
+process_batch_result = functools.partial(scheduler.process_batch_result, ENGINE)
+send_kv_chunk = functools.partial(scheduler.send_kv_chunk, ENGINE)
+process_inflight_queue = functools.partial(scheduler.process_inflight_queue, ENGINE)
 
 
 # ---------------------------------------------------------------------------------------------------------- table
