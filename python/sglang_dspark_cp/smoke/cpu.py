@@ -24,6 +24,8 @@ from . import geometry as g
 from . import native
 from .arguments import prefill_arguments, write_model_folder
 from .processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
+from .release import installed
+from .stock import HIDDEN_SIZES
 from .workload import Prompt, WorkloadError, build, read_questions
 
 CP_SIZES = (2, 4, 8)
@@ -33,6 +35,23 @@ NOPE_TOLERANCE = 3e-2
 """Relative error (norm over a row's part) above which a row counts as wrong. The rotated part is bf16; the rest is
 e4m3, where bf16 rounding in another order moves single codes by one step (measured: below 1e-2). Another token's row
 is off by about 1.4, the right row at the next position by about 0.2 in the rotated part."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One prefill server and its decode ranks after a run.
+
+    Attributes:
+        prefill: `PrefillReport` of each CP rank.
+        received: `Received` by room.
+        resolving_hooks: hooks of the process that resolved the arguments.
+        memory_bytes: of all processes at the end.
+    """
+
+    prefill: list[Any]
+    received: dict[int, Any]
+    resolving_hooks: list[dict[str, Any]]
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -133,18 +152,23 @@ PATIENCE = {
 """Mooncake's TCP lane gives a write up that waits too long; 16 ranks on two busy cores make it wait."""
 
 
-def _bytes_at(mode: str, counters: dict[str, int], cp_size: int) -> dict[str, dict[str, int]]:
-    """Bytes per rank that the same rows would be in models of real width, and what stock gathers for them.
-
-    Stock: each captured layer [T, H] (3 of them, or one gather of all) and the 4 streams before the head.
-    """
+def bytes_at(mode: str, counters: dict[str, int], cp_size: int) -> dict[str, dict[str, int]]:
+    """Bytes per rank that the same rows would be in models of real width, and what stock gathers for them."""
     others, ours, stock = cp_size - 1, {}, {}
-    for hidden in (g.HIDDEN, 4096, 7168):
+    for hidden in HIDDEN_SIZES:
         width = {"packed": len(g.CAPTURED_LAYERS) * hidden, "context": hidden}.get(mode, g.STAGES * g.ROW)
         rows = counters["rows_captured"] * (2 * width + ADDRESS)
         ours[str(hidden)] = others * (rows + counters["heads_sent"] * 2 * hidden)
-        stock[str(hidden)] = others * counters["rows_on_shard"] * 2 * hidden * (len(g.CAPTURED_LAYERS) + g.STREAMS)
+        stock[str(hidden)] = others * counters["rows_on_shard"] * 2 * hidden * installed().STOCK_WIDTH
     return {"gather_bytes_at_hidden": ours, "gather_bytes_stock_at_hidden": stock}
+
+
+def first_tokens(tokens: list[int], target: Any) -> set[int]:
+    """First output tokens that are right for a prompt."""
+    from . import oracle
+    from .weights import lm_head_weight
+
+    return oracle.first_tokens(tokens, target, lm_head_weight()) if installed().HEADS else {tokens[-1] + 1}
 
 
 def _base_report(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
@@ -181,6 +205,8 @@ class CpuRun:
     def __init__(self, args: argparse.Namespace, prompts: list[Prompt], folder: Path, console: Console) -> None:
         self.args, self.prompts, self.folder, self.console = args, prompts, folder, console
         self.ports = {"bootstrap": free_ports(1)[0]}
+        self.plugin = not args.stock
+        """Whether the processes that start now have the plugin."""
         self.phases: dict[str, float] = {}
         self._mark = time.monotonic()
 
@@ -191,24 +217,36 @@ class CpuRun:
     def result(self) -> dict[str, Any]:
         """Everything that the run measured."""
         self.stand_in = native.prepare(self.folder)
-        model = write_model_folder(self.folder / "model")
-        arguments = prefill_arguments(model, self.args.prefill_cp, self.args.chunk, self.ports["bootstrap"])
-        if self.args.no_radix:
-            arguments.append("--disable-radix-cache")
+        self.model = write_model_folder(self.folder / "model")
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with RankPool() as pool, Progress(*columns, TimeElapsedColumn(), console=self.console) as progress:
-            task = progress.add_task("resolving launch arguments", total=None)
-            resolver = pool.spawn([self.config("resolve", 0, "arguments:Resolver", {})])
-            pool.collect(resolver, START_TIMEOUT)
-            if self.args.stock:
-                return self._stock(pool, resolver[0], arguments)
-            server_args = self.resolve(pool, resolver[0], arguments)
+        with Progress(*columns, TimeElapsedColumn(), console=self.console) as self.progress:
+            self.task = self.progress.add_task("resolving launch arguments", total=None)
+            if not self.args.stock:
+                return self._judge(self._serve())
+            return self._beside_stock() if installed().STOCK_SERVES else self._refused_by_stock()
+
+    def _launch_arguments(self) -> list[str]:
+        arguments = prefill_arguments(self.model, self.args.prefill_cp, self.args.chunk, self.ports["bootstrap"])
+        return [*arguments, "--disable-radix-cache"] if self.args.no_radix else arguments
+
+    def _resolver(self, pool: RankPool) -> RankProcess:
+        self.progress.update(self.task, description="resolving launch arguments", total=None)
+        (resolver,) = pool.spawn([self.config("resolve", 0, "arguments:Resolver", {})])
+        pool.collect([resolver], START_TIMEOUT)
+        return resolver
+
+    def _serve(self) -> Served:
+        """One prefill server and its decode ranks serve all prompts."""
+        progress, task = self.progress, self.task
+        with RankPool() as pool:
+            resolver = self._resolver(pool)
+            server_args = self.resolve(pool, resolver, self._launch_arguments())
             self._end_phase("imports_and_arguments")
             progress.update(task, description="starting ranks")
             prefill, decode = self._start(pool, server_args)
             self._end_phase("start_ranks")
             total = len(self.prompts) * (1 + self.args.prefill_cp)
-            progress.update(task, description="prefill -> Mooncake -> decode", total=total)
+            progress.update(task, description="prefill -> Mooncake -> decode", total=total, completed=0)
             for rank in prefill:
                 rank.start("run", self.prompts, self.args.timeout)
             for number, rank in enumerate(decode):
@@ -217,12 +255,10 @@ class CpuRun:
             answers = pool.collect([*prefill, *decode], self.args.timeout + 30, lambda event: progress.advance(task, 1))
             self._end_phase("serve")
             memory = sum(proportional_memory(rank.process.pid) for rank in pool.ranks)
-            resolver[0].start("hooks")
-            resolving_hooks = pool.collect(resolver, 30)[0]
-            progress.update(task, description="comparing with the oracle", total=None)
-            report = self._judge(answers[: len(prefill)], answers[len(prefill) :], resolving_hooks)
-            self._end_phase("compare")
-            return report | {"memory_bytes": memory, "phase_seconds": self.phases}
+            resolver.start("hooks")
+            hooks = pool.collect([resolver], 30)[0]
+        received = {item.room: item for part in answers[len(prefill) :] for item in part}
+        return Served(answers[: len(prefill)], received, hooks, memory)
 
     def _end_phase(self, name: str) -> None:
         now = time.monotonic()
@@ -247,14 +283,14 @@ class CpuRun:
             "SGLANG_NCCL_SO_PATH": "/nonexistent",
             "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": "4",
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1" if self.args.all_cp_ranks else "0",
-            config.ENABLED: "0" if self.args.stock else "1",
+            config.ENABLED: "1" if self.plugin else "0",
             **(extra or {}),
         }
         if self.args.inject_fault and role == "prefill":
             fault = self.args.inject_fault[0]
             kind, mark, rest = fault.partition("#")
             environment[config.FAULT] = (kind if "@" in kind else f"{kind}@{self.args.prefill_cp - 1}") + mark + rest
-        if not self.args.stock:
+        if self.plugin:
             passed = (config.ALIGN, config.GATHER, config.DRAFT, config.DUMP_DIR)
             environment |= {name: os.environ[name] for name in passed if name in os.environ}
             if self.args.mode:
@@ -290,7 +326,7 @@ class CpuRun:
             "overlap": not args.no_overlap,
             "radix": not args.no_radix,
             "fused": not args.no_fused,
-            "stock": args.stock,
+            "stock": not self.plugin,
             "dist_port": self.ports["prefill"],
         }
         decode_options = {"dp_size": args.decode_dp, "dist_port": self.ports["decode"]}
@@ -304,8 +340,12 @@ class CpuRun:
         pool.collect([*prefill, *decode], START_TIMEOUT)
         return prefill, decode
 
-    def _stock(self, pool: RankPool, resolver: RankProcess, arguments: list[str]) -> dict[str, Any]:
+    def _refused_by_stock(self) -> dict[str, Any]:
         """What stock SGLang says to the same deployment, step by step (the plugin is switched off)."""
+        with RankPool() as pool:
+            return self._attempts(pool, self._resolver(pool))
+
+    def _attempts(self, pool: RankPool, resolver: RankProcess) -> dict[str, Any]:
         from .stock import Attempts, refusals
 
         def ask(method: str) -> Callable[[list[str]], Any]:
@@ -333,7 +373,8 @@ class CpuRun:
             except RankFailed as error:
                 return str(error)
 
-        found = refusals(Attempts(ask("resolve"), ask("resolve_past_dspark_check"), boot, serve), arguments)
+        attempts = Attempts(ask("resolve"), ask("resolve_past_dspark_check"), boot, serve)
+        found = refusals(attempts, self._launch_arguments())
         accepted = [refusal.what for refusal in found if not refusal.error]
         return _base_report(self.args, self.prompts) | {
             "stock_refusals": [asdict(refusal) for refusal in found],
@@ -341,26 +382,80 @@ class CpuRun:
             "ok": not accepted,
         }
 
+    def _beside_stock(self) -> dict[str, Any]:
+        """Stock serves the workload, then the plugin does, in processes of their own."""
+        from .stock import of_ours, of_stock, ratios
+
+        served = self._serve()
+        stock = self._delivered(served)
+        self.plugin, self.ports = True, {"bootstrap": free_ports(1)[0]}
+        with_plugin = self._serve()
+        ours = self._judge(with_plugin)
+        split = [tokens for tokens in with_plugin.prefill[0].forward_tokens if tokens >= self.args.prefill_cp]
+        sides = of_stock(served.prefill[0], self.args.prefill_cp), of_ours(ours, sum(split))
+        stock["reasons"] += self._unexpected(sides[0])
+        reasons = [f"{name}: {reason}" for name, run in (("stock", stock), ("ours", ours)) for reason in run["reasons"]]
+        return _base_report(self.args, self.prompts) | {
+            "ok": not reasons,
+            "reasons": reasons,
+            "stock_run": stock,
+            "our_run": ours,
+            "end_of_forward": {"stock": asdict(sides[0]), "ours": asdict(sides[1]), "ours_to_stock": ratios(*sides)},
+        }
+
+    @staticmethod
+    def _unexpected(side: Any) -> list[str]:
+        per_forward = {part.name: part.collectives / side.cp_forwards for part in side.parts}
+        return [
+            f"{count:g} collectives of {name} per CP forward, reviewed was 1"
+            for name, count in per_forward.items()
+            if count != 1
+        ]
+
     # ---------------------------------------------------------------------------------------------------- verdict
 
-    def _judge(self, prefill: list[Any], decode: list[Any], resolving_hooks: list[dict[str, Any]]) -> dict[str, Any]:
-        from .ranks import prefill_tag
-
-        received = {item.room: item for part in decode for item in part}
-        first = prefill[0]
-        checks = self._check_rows(received)
-        reasons: list[str] = []
-        for rank in prefill:
-            reasons += [f"attn_cp_rank {rank.cp_rank}: {error}" for error in rank.errors[:1]]
+    def _judge(self, served: Served) -> dict[str, Any]:
+        """Report and verdict of a run with the plugin."""
+        report = self._delivered(served)
+        prefill, reasons, first = served.prefill, report["reasons"], served.prefill[0]
         counters = first.counters
+        reasons[:0] = [f"attn_cp_rank {rank.cp_rank}: {error}" for rank in prefill for error in rank.errors[:1]]
+        if counters["aux_collectives"] != counters["cp_forwards"]:
+            reasons.append(f"{counters['aux_collectives']} aux collectives in {counters['cp_forwards']} CP forwards")
+        if len({tuple(rank.counters.items()) for rank in prefill}) != 1:
+            reasons.append("the prefill ranks counted different things")
+        counted = [
+            *("forwards", "cp_forwards", "aux_collectives", "gather_bytes", "rows_on_shard", "rows_captured"),
+            *("rows_gathered", "rows_injected", "alignment_failures"),
+        ]
+        report |= {
+            "ok": not reasons,
+            **{name: counters[name] for name in counted},
+            "mode": first.mode,
+            **bytes_at(first.mode, counters, self.args.prefill_cp),
+            "alignment_errors_by_rank": [len(rank.errors) for rank in prefill],
+            "hooks": self._hooks([served.resolving_hooks, *(rank.hooks for rank in prefill)]),
+        }
+        self._end_phase("compare")
+        return report | {"memory_bytes": served.memory_bytes, "phase_seconds": self.phases}
+
+    def _delivered(self, served: Served) -> dict[str, Any]:
+        """What reached decode, compared with the oracle; the same with and without the plugin."""
+        from .ranks import prefill_tag
+        from .weights import target_weights
+
+        self.progress.update(self.task, description="comparing with the oracle", total=None)
+        prefill, received, first = served.prefill, served.received, served.prefill[0]
+        checks, target = self._check_rows(received), target_weights()
+        reasons: list[str] = []
         state_senders = [r.cp_rank for r in prefill if any(name.startswith("swa") for name in r.writes)]
         rows = []
         for prompt, seen in zip(self.prompts, first.requests, strict=True):
             got, check = received[prompt.room], checks.get(prompt.room)
             if not got.ok:
                 reasons.append(f"room {prompt.room} ({prompt.name}): {got.failure}; prefill: {seen.failure or 'ok'}")
-            elif got.first_token != prompt.tokens[-1] + 1:
-                reasons.append(f"room {prompt.room}: first token {got.first_token}, expected {prompt.tokens[-1] + 1}")
+            elif got.first_token not in (right := first_tokens(prompt.tokens, target)):
+                reasons.append(f"room {prompt.room}: first token {got.first_token}, expected one of {sorted(right)}")
             rows.append(
                 {
                     "room": prompt.room,
@@ -380,8 +475,6 @@ class CpuRun:
         mismatched = sum(check.mismatched for check in checks.values())
         if mismatched:
             reasons.append(f"{mismatched} draft-KV rows differ from the oracle")
-        if counters["aux_collectives"] != counters["cp_forwards"]:
-            reasons.append(f"{counters['aux_collectives']} aux collectives in {counters['cp_forwards']} CP forwards")
         if state_senders != [0]:
             reasons.append(f"state was sent by CP ranks {state_senders}, expected only rank 0")
         failures = sum(rank.write_failures for rank in prefill)
@@ -397,35 +490,22 @@ class CpuRun:
         allowed = {prefill_tag(rank) for rank in (range(self.args.prefill_cp) if self.args.all_cp_ranks else [0])}
         if not set(kv_tags) <= allowed:
             reasons.append(f"target KV pages carry the tags {kv_tags}, expected {sorted(allowed)}")
-        if len({tuple(rank.counters.items()) for rank in prefill}) != 1:
-            reasons.append("the prefill ranks counted different things")
         return _base_report(self.args, self.prompts) | {
             "ok": not reasons,
             "reasons": reasons,
-            "forwards": counters["forwards"],
-            "cp_forwards": counters["cp_forwards"],
-            "aux_collectives": counters["aux_collectives"],
+            "forwards": len(first.forward_tokens),
+            "cp_forwards": sum(tokens >= self.args.prefill_cp for tokens in first.forward_tokens),
             "cp_group_collectives": len(first.model_collectives),
-            "mode": first.mode,
-            "gather_bytes": counters["gather_bytes"],
-            **_bytes_at(first.mode, counters, self.args.prefill_cp),
-            "rows_on_shard": counters["rows_on_shard"],
-            "rows_captured": counters["rows_captured"],
-            "rows_gathered": counters["rows_gathered"],
-            "rows_injected": counters["rows_injected"],
             "rows_compared": sum(check.compared for check in checks.values()),
             "rows_mismatched": mismatched,
             "rows_byte_equal": sum(check.byte_equal for check in checks.values()),
             "max_rel_err": max((check.max_rel_err for check in checks.values()), default=0.0),
-            "alignment_failures": counters["alignment_failures"],
-            "alignment_errors_by_rank": [len(rank.errors) for rank in prefill],
             "leaked_pages": max(leaked),
             "draft_bytes": first.draft_bytes,
             "draft_bytes_stock": first.draft_bytes_stock,
             "state_senders": state_senders,
             "kv_senders": [r.cp_rank for r in prefill if "kv" in r.writes],
             "transfer_bytes": sum(sum(rank.writes.values()) for rank in prefill),
-            "hooks": self._hooks([resolving_hooks, *(rank.hooks for rank in prefill)]),
             "per_request": rows,
         }
 
@@ -508,6 +588,16 @@ def _print(report: dict[str, Any], console: Console) -> None:
             f" {report['rows_mismatched']}, byte-equal {report['rows_byte_equal']}, worst relative error"
             f" {report['max_rel_err']:.1e}"
         )
+    if "end_of_forward" in report:
+        from . import stock
+
+        console.print(stock.table(report["end_of_forward"]))
+        for name, run in (("stock", report["stock_run"]), ("ours", report["our_run"])):
+            console.print(
+                f"{name}: forwards {run['forwards']}, with CP {run['cp_forwards']} | rows compared"
+                f" {run['rows_compared']}, mismatched {run['rows_mismatched']}, byte-equal {run['rows_byte_equal']} |"
+                f" draft {run['draft_bytes']:,} B"
+            )
     for refusal in report.get("stock_refusals", []):
         console.print(f"{refusal['step']}. {refusal['what']}\n   -> {refusal['error'] or 'no error'}", markup=False)
     for reason in report["reasons"]:

@@ -74,6 +74,14 @@ def draft_rows(
     return OracleRows(torch.stack(nope), torch.stack(rope), torch.stack(scale), torch.stack(exact))
 
 
+def first_tokens(tokens: list[int], target: TargetWeights, lm_head: torch.Tensor) -> set[int]:
+    """The best next token, and those that bf16 logits cannot tell from it."""
+    last = len(tokens) - 1
+    hidden = aux_hidden(tokens, range(last, last + 1), target)[0, -g.HIDDEN :]  # the last layer is a captured one
+    logits = lm_head.double() @ hidden
+    return set((logits >= logits.max() * (1 - 2.0**-6)).nonzero().flatten().tolist())
+
+
 def _rotate(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Rotary embedding on interleaved pairs; x: [N, 64], place: [N]."""
     pairs = x.shape[1] // 2

@@ -39,6 +39,15 @@ class RequestReport:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class Collective:
+    """One device collective of the attention-CP group: which forward of the rank, rows and bytes that it gave."""
+
+    forward: int
+    rows: int
+    nbytes: int
+
+
 @dataclass
 class PrefillReport:
     """One prefill rank after a run."""
@@ -50,7 +59,8 @@ class PrefillReport:
     requests: list[RequestReport]
     writes: dict[str, int]
     write_failures: int
-    model_collectives: list[int]
+    forward_tokens: list[int]
+    model_collectives: list[Collective]
     leaked_pages: int
     draft_bytes: int
     draft_bytes_stock: int
@@ -93,6 +103,7 @@ class PrefillRank:
         self.target = sglang.target_worker(model, self.server_args, self.cp_size, requests)
         self.draft = sglang.build_draft(self.server_args)
         self.draft.load_weights(iter(draft_checkpoint().items()))
+        self.draft_bytes = parameter_bytes(self.draft)  # before modules of the target are attached
         sglang.attach(self.draft, self.target, self.cp_size)
         sglang.use_reference_writer()
         self.target_pool = make_pool(g.TARGET_RATIOS, REQUEST_SLOTS)
@@ -110,7 +121,8 @@ class PrefillRank:
         self.memory.fill(prefill_tag(self.config.rank), ("kv", names[1]))
         self.memory.watch(self.engine)
         self.reports: dict[str, RequestReport] = {}
-        self.model_collectives: list[int] = []
+        self.forward_tokens: list[int] = []
+        self.model_collectives: list[Collective] = []
         self.pending: tuple[Any, Any] | None = None
         """Batch and result that the overlapped loop processes in its next turn."""
         self._watch_collectives(parallel_state.get_attn_cp_group())
@@ -120,7 +132,8 @@ class PrefillRank:
         original = group.all_gather_into_tensor
 
         def counted(output: torch.Tensor, rows: torch.Tensor) -> None:
-            self.model_collectives.append(rows.numel() * rows.element_size())
+            given = Collective(len(self.forward_tokens) - 1, rows.shape[0], rows.numel() * rows.element_size())
+            self.model_collectives.append(given)
             original(output, rows)
 
         group.all_gather_into_tensor = counted
@@ -172,6 +185,7 @@ class PrefillRank:
         batch = self._next_batch()
         before, self.pending = self.pending, None
         if batch is not None:
+            self.forward_tokens.append(sum(batch.extend_lens))
             result = self.sglang.run_batch(self.worker, batch)
             if self.overlap:
                 self.pending = (batch, result)
@@ -249,9 +263,10 @@ class PrefillRank:
             requests=list(self.reports.values()),
             writes=writes,
             write_failures=sum(write.status != 0 for write in self.memory.writes),
+            forward_tokens=self.forward_tokens,
             model_collectives=self.model_collectives,
             leaked_pages=self._leaked_pages(),
-            draft_bytes=parameter_bytes(self.draft),
+            draft_bytes=self.draft_bytes,
             draft_bytes_stock=self.draft_bytes_stock,
             mode="" if state._runtime is None else state._runtime.mode.value,
             stock_error=stock_error,

@@ -24,11 +24,13 @@ class Release(Protocol):
     Attributes:
         CP_FLAGS: launch flags of context parallelism in this release.
         STOCK_SERVES: whether SGLang without this package serves the deployment.
+        STOCK_WIDTH: hidden sizes per row that stock gathers at the end of a CP forward.
         HEADS: whether the run makes logits; without them the first token is the prompt's last one plus 1.
     """
 
     CP_FLAGS: tuple[str, ...]
     STOCK_SERVES: bool
+    STOCK_WIDTH: int
     HEADS: bool
 
     def resolve(self, arguments: list[str]) -> Any:

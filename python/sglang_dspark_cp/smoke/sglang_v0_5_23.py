@@ -22,6 +22,8 @@ from .weights import lm_head_weight, target_weights
 
 CP_FLAGS = ("--enable-prefill-cp", "--cp-strategy", "interleave")
 STOCK_SERVES = True
+STOCK_WIDTH = 1 + g.STREAMS + len(g.CAPTURED_LAYERS)
+"""The head's input, the streams before the head (which DSPARK drops), the captured layers in one tensor."""
 HEADS = True
 
 

@@ -68,7 +68,7 @@ class SoakPrefillRank(PrefillRank):
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         super().__init__(config, report)
         self.memory.fill(prefill_tag(config.rank))  # all pages are there from the start: memory can be judged
-        self.memory.writes, self.model_collectives = _Tally(), _Tally()
+        self.memory.writes, self.model_collectives, self.forward_tokens = _Tally(), _Tally(), _Tally()
         self.commands: Connection | None = config.options["commands"] if config.rank == 0 else None
         self.plans: dict[str, str] = {}
         self.ended = 0

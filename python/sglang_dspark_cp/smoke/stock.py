@@ -1,10 +1,15 @@
-"""What stock SGLang answers to the same deployment, in the order in which a user meets it."""
+"""Stock SGLang and the same deployment: what it refuses, in the order in which a user meets it, or, where it serves it,
+what it gathers at the end of a CP forward beside what this package gathers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from rich.table import Table
+
+from . import geometry as g
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,102 @@ def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if line.split(":", 1)[0].endswith(("Error", "Exception", "Exit"))]
     return (named or lines or [""])[-1]
+
+
+# ------------------------------------------------------------------------------------------- where stock serves it
+
+HIDDEN_SIZES = (g.HIDDEN, 4096, 7168)
+"""Of the run, Flash and Pro."""
+PARTS = {
+    1: "hidden states after the norm",
+    g.STREAMS: "streams before the head",
+    len(g.CAPTURED_LAYERS): "captured layers",
+}
+"""What stock gathers, by its width in hidden sizes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of collective at the end of CP forwards.
+
+    Attributes:
+        collectives: how many there were.
+        bytes_at_hidden: bytes that one rank received, by hidden size.
+    """
+
+    name: str
+    collectives: int
+    bytes_at_hidden: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run.
+
+    Attributes:
+        cp_forwards: forwards that were split.
+        tokens: of these forwards; runs differ a little in how they form batches.
+    """
+
+    cp_forwards: int
+    tokens: int
+    parts: tuple[Part, ...]
+
+    def bytes_per_token(self, hidden: str) -> float:
+        """Bytes that one rank receives for each token of a CP forward."""
+        return sum(part.bytes_at_hidden[hidden] for part in self.parts) / self.tokens
+
+
+def of_stock(first: Any, cp_size: int) -> Side:
+    """From the `PrefillReport` of a rank; each row that stock gathers is a multiple of the hidden size."""
+    split = [tokens for tokens in first.forward_tokens if tokens >= cp_size]
+    found: dict[str, list[Any]] = {name: [] for name in PARTS.values()}
+    for each in first.model_collectives:
+        width, rest = divmod(each.nbytes, each.rows * 2 * g.HIDDEN)
+        name = PARTS.get(width, f"{each.nbytes // each.rows} bytes per row") if not rest else "other"
+        found.setdefault(name, []).append(each)
+
+    def received(of: Iterable[Any], hidden: int) -> int:
+        return (cp_size - 1) * sum(int(each.nbytes) for each in of) * hidden // g.HIDDEN
+
+    parts = (
+        Part(name, len(of), {str(hidden): received(of, hidden) for hidden in HIDDEN_SIZES})
+        for name, of in found.items()
+    )
+    return Side(len(split), sum(split), tuple(parts))
+
+
+def of_ours(report: dict[str, Any], tokens: int) -> Side:
+    """From the report of a run with the plugin."""
+    name = f"draft rows ({report['mode']}) and rows for the head"
+    part = Part(name, report["cp_group_collectives"], report["gather_bytes_at_hidden"])
+    return Side(report["cp_forwards"], tokens, (part,))
+
+
+def ratios(stock: Side, ours: Side) -> dict[str, float]:
+    """Bytes per token, ours to stock's, by hidden size."""
+    sizes = (str(hidden) for hidden in HIDDEN_SIZES)
+    return {size: round(ours.bytes_per_token(size) / stock.bytes_per_token(size), 4) for size in sizes}
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The two sides as `--stock` prints them."""
+    shown = Table(title="Gathered at the end of a CP forward, MB that one rank receives, mean of a run")
+    shown.add_column("")
+    for column in ("collectives", *(f"hidden {hidden}" for hidden in HIDDEN_SIZES)):
+        shown.add_column(column, justify="right")
+    for side in ("stock", "ours"):
+        forwards = found[side]["cp_forwards"]
+
+        def row(name: str, parts: list[dict[str, Any]], forwards: int = forwards) -> list[str]:
+            sums = (sum(part["bytes_at_hidden"][str(hidden)] for part in parts) for hidden in HIDDEN_SIZES)
+            count = sum(part["collectives"] for part in parts)
+            return [name, f"{count / forwards:g}", *(f"{total / forwards / 1e6:.3f}" for total in sums)]
+
+        for part in found[side]["parts"]:
+            shown.add_row(*row(f"{side}: {part['name']}", [part]))
+        if len(found[side]["parts"]) > 1:
+            shown.add_row(*row(f"{side}: all", found[side]["parts"]), end_section=True)
+    percent = (f"{100 * found['ours_to_stock'][str(hidden)]:.1f} %" for hidden in HIDDEN_SIZES)
+    shown.add_row("ours / stock, per token", "", *percent)
+    return shown
