@@ -152,7 +152,8 @@ class Projection:
 
         self.main = weight(1, hidden, LAYERS * hidden)
         self.main_norm = (weight(2, hidden) + 1).contiguous()
-        self.wkv = [weight(3 + stage, reference.ROW_WIDTH, hidden) for stage in range(STAGES)]
+        # SGLang's `CommitKvProj` stacks the stages' weights on a GPU, too.
+        self.wkv = torch.cat([weight(3 + stage, reference.ROW_WIDTH, hidden) for stage in range(STAGES)])
         self.kv_norm = [(weight(9 + stage, reference.ROW_WIDTH) + 1).contiguous() for stage in range(STAGES)]
         self._exact = device.type == "cpu"
 
@@ -167,8 +168,10 @@ class Projection:
         """[N, H] -> S x [N, D]."""
         context = context.contiguous()
         if self._exact:
-            return [(context.double() @ each.double().T).bfloat16() for each in self.wkv]
-        return [F.linear(context, each) for each in self.wkv]
+            whole = (context.double() @ self.wkv.double().T).bfloat16()
+        else:
+            whole = F.linear(context, self.wkv)
+        return whole.split(reference.ROW_WIDTH, dim=1)
 
 
 @dataclass(frozen=True)
