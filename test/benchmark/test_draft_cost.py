@@ -158,7 +158,7 @@ def test_the_plugins_line_is_read() -> None:
 
 
 def test_the_plugins_line_is_one_that_the_plugin_writes() -> None:
-    adapter = Path(draft_cost.config.__file__).parent / "adapters" / "draft_v0_5_17.py"
+    adapter = Path(draft_cost.config.__file__).parent / "adapters" / "draft.py"
     assert draft_servers.PHRASE in adapter.read_text(encoding="utf-8")
 
 

@@ -143,7 +143,7 @@ class DraftRank:
         from sglang.srt.model_loader.loader import _get_quantization_config
         from sglang.srt.models import deepseek_v4
 
-        from sglang_dspark_cp.adapters.draft_v0_5_17 import skipped_bytes
+        from sglang_dspark_cp.adapters.draft import skipped_bytes
 
         config = ModelConfig.from_server_args(self.server_args)
         quant = _get_quantization_config(config, LoadConfig())

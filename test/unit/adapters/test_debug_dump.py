@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dspark_cp.adapters import debug_v0_5_17 as debug
+from sglang_dspark_cp import adapters
+from sglang_dspark_cp.adapters import debug as shared
+from sglang_dspark_cp.adapters import debug_v0_5_17, debug_v0_5_23
 from sglang_dspark_cp.adapters import runtime as runtime_module
 from sglang_dspark_cp.config import Config
 from sglang_dspark_cp.core import reference
 from sglang_dspark_cp.smoke import judge
 
 PAGE, STAGES, WINDOW = 256, 3, 128
+
+
+RANKS = SimpleNamespace(tp_rank=0, attn_tp_rank=0)
+"""Where 0.5.23 reads ranks."""
+
+
+@pytest.fixture(params=[debug_v0_5_17, debug_v0_5_23], ids=["0.5.17", "0.5.23"])
+def debug(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(debug_v0_5_23, "_parallel", lambda: RANKS)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +49,7 @@ def scheduler(tp_rank: int = 0, attn_tp_rank: int = 0) -> Any:
         translate_loc_from_full_to_swa=lambda loc: mapping[loc],
         swa_kv_pool=SimpleNamespace(kv_buffer=buffers, page_size=PAGE),
     )
+    RANKS.tp_rank, RANKS.attn_tp_rank = tp_rank, attn_tp_rank
     table = torch.zeros(4, 2048, dtype=torch.int32)
     table[1, :1024] = torch.arange(1000, 2024)
     return SimpleNamespace(
@@ -53,14 +66,16 @@ def request(length: int, room: int = 77) -> Any:
     return SimpleNamespace(
         rid="r",
         req_pool_idx=1,
+        kv=SimpleNamespace(req_pool_idx=1),
         bootstrap_room=room,
         origin_input_ids=[8] * length,
         extend_range=SimpleNamespace(end=length),
+        extend_end=length,
     )
 
 
 @pytest.mark.parametrize("length", [5, 128, 300])
-def test_prefill_dumps_the_final_window(folder: Path, length: int) -> None:
+def test_prefill_dumps_the_final_window(debug: Any, folder: Path, length: int) -> None:
     engine = scheduler()
     debug.dump_prefill_rows(engine, request(length))
     rows = judge.load_rows(folder, "prefill")[77]
@@ -76,17 +91,17 @@ def test_prefill_dumps_the_final_window(folder: Path, length: int) -> None:
     np.testing.assert_array_equal(rows.data[2, -1, 576:], page[scales : scales + 7].numpy())
 
 
-def test_positions_without_a_slot_are_missing(folder: Path) -> None:
+def test_positions_without_a_slot_are_missing(debug: Any, folder: Path) -> None:
     debug.dump_prefill_rows(scheduler(), request(600))  # full locations from 1512 on have no slot
     assert judge.load_rows(folder, "prefill")[77].missing == 600 - 512
 
 
-def test_only_rank_0_of_prefill_writes(folder: Path) -> None:
+def test_only_rank_0_of_prefill_writes(debug: Any, folder: Path) -> None:
     debug.dump_prefill_rows(scheduler(tp_rank=1), request(5))
     assert not folder.exists()
 
 
-def test_send_hook_dumps_before_a_last_chunk_only(folder: Path) -> None:
+def test_send_hook_dumps_before_a_last_chunk_only(debug: Any, folder: Path) -> None:
     sent = []
 
     def original(engine: Any, req: Any, last_chunk: bool, end_idx: int | None) -> None:
@@ -97,12 +112,12 @@ def test_send_hook_dumps_before_a_last_chunk_only(folder: Path) -> None:
     assert sent == [(False, 256, []), (True, None, ["rows-prefill-77.npz"])]
 
 
-def test_decode_dumps_what_arrived(folder: Path) -> None:
+def test_decode_dumps_what_arrived(debug: Any, folder: Path) -> None:
     queue = SimpleNamespace(scheduler=scheduler(tp_rank=1))
     arrived = [request(300, 5), request(200, 6)]
     assert debug.pop_transferred(lambda queue, rids: arrived, queue, None) == arrived
     assert sorted(judge.load_rows(folder, "decode")) == [5, 6]
-    queue.scheduler.ps.attn_tp_rank = 1
+    queue.scheduler.ps.attn_tp_rank = RANKS.attn_tp_rank = 1
     debug.pop_transferred(lambda queue: [request(300, 7)], queue)
     assert 7 not in judge.load_rows(folder, "decode")
 
@@ -115,13 +130,13 @@ def test_proposals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         draft_block=SimpleNamespace(draft_tokens=torch.arange(8).view(2, 4)),
     )
     batch = SimpleNamespace(seq_lens=torch.tensor([300, 204]), reqs=[request(300, 5), request(200, 6)])
-    assert debug.propose(lambda proposer, batch, bs: proposal, None, batch=batch, bs=2) is proposal
+    assert shared.propose(lambda proposer, batch, bs: proposal, None, batch=batch, bs=2) is proposal
     assert judge.load_proposals(folder) == {5: {300: [0, 1, 2, 3]}, 6: {204: [4, 5, 6, 7]}}
     first = json.loads((folder / "proposals-decode-3.jsonl").read_text().splitlines()[0])
     assert (first["anchor_token"], first["prompt"]) == (9, 300)
 
 
-def test_counters_of_a_cp_worker(folder: Path) -> None:
+def test_counters_of_a_cp_worker(debug: Any, folder: Path) -> None:
     runtime_module.runtime().require_ledger(0).counters.cp_forwards = 4
     debug.dump_prefill_rows(scheduler(), request(5))
     assert json.loads((folder / "counters-0.json").read_text())["counters"]["cp_forwards"] == 4
@@ -129,7 +144,8 @@ def test_counters_of_a_cp_worker(folder: Path) -> None:
 
 
 def test_every_debug_hook_fits_the_installed_release() -> None:
-    from sglang_dspark_cp.hooks.check import problems, sglang_root
+    from sglang_dspark_cp.hooks.check import problems, sglang_release, sglang_root
 
-    hooks = (*debug.PREFILL_DEBUG_HOOKS, *debug.DECODE_DEBUG_HOOKS)
+    hooks = adapters.debug_hooks(sglang_release())
+    assert len(hooks) == 3
     assert [str(problem) for problem in problems(hooks, sglang_root())] == []

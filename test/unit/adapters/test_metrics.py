@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_dspark_cp.adapters import metrics as metrics_module
 from sglang_dspark_cp.adapters import runtime as runtime_module
-from sglang_dspark_cp.adapters import v0_5_17 as adapter
+from sglang_dspark_cp.adapters import scheduler, v0_5_17, v0_5_23
 from sglang_dspark_cp.adapters.metrics import COUNTED, PREFIX, Metrics, log_line
 from sglang_dspark_cp.config import Config, GatherMode
 from sglang_dspark_cp.core.inject import BatchProof, Counters, GatherSpan, Ledger
@@ -68,12 +68,13 @@ def test_time_of_a_collective_on_a_cpu() -> None:
 
 
 def scheduler_with(enabled: bool, served: bool = True, refused: int = 0) -> Any:
-    table = SimpleNamespace(refused=dict.fromkeys(range(refused), "why"))
+    refusals = dict.fromkeys(range(refused), "why")
+    manager = SimpleNamespace(decode_kv_args_table=SimpleNamespace(refused=refusals), state_layout_rejections=refusals)
     return SimpleNamespace(
         metrics_reporter=SimpleNamespace(enable_metrics=enabled),
         metrics_collector_context=SimpleNamespace(current_scheduler_metrics_enabled=served),
         metrics_collector=SimpleNamespace(labels=LABELS),
-        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=SimpleNamespace(decode_kv_args_table=table)),
+        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=manager),
     )
 
 
@@ -81,18 +82,26 @@ def scheduler_with(enabled: bool, served: bool = True, refused: int = 0) -> Any:
 def state(monkeypatch: pytest.MonkeyPatch) -> runtime_module.Runtime:
     found = runtime_module.Runtime(Config(), Ledger(0), mode=GatherMode.WINDOW)
     monkeypatch.setattr(runtime_module, "_runtime", found)
-    monkeypatch.setattr(adapter, "_cp_rank", lambda: 0)
+    monkeypatch.setattr(scheduler, "cp_rank", lambda: 0)
     return found
 
 
-def test_no_metrics_unless_sglang_serves_them(state: runtime_module.Runtime) -> None:
+@pytest.fixture(params=[v0_5_17.ENGINE, v0_5_23.ENGINE], ids=["0.5.17", "0.5.23"])
+def engine(request: pytest.FixtureRequest) -> scheduler.Engine:
+    found: scheduler.Engine = request.param
+    return found
+
+
+def test_no_metrics_unless_sglang_serves_them(state: runtime_module.Runtime, engine: scheduler.Engine) -> None:
     proof = BatchProof(["a"], [0], [1])
-    adapter._report(scheduler_with(enabled=False), proof)
-    adapter._report(scheduler_with(enabled=True, served=False), proof)
+    scheduler._report(engine, scheduler_with(enabled=False), proof)
+    scheduler._report(engine, scheduler_with(enabled=True, served=False), proof)
     assert state.metrics is None
 
 
-def test_metrics_from_the_first_batch_on(state: runtime_module.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_from_the_first_batch_on(
+    state: runtime_module.Runtime, engine: scheduler.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = CollectorRegistry()
     made = []
 
@@ -100,25 +109,28 @@ def test_metrics_from_the_first_batch_on(state: runtime_module.Runtime, monkeypa
         made.append(what)
         return Metrics(labels, registry=registry, **what)
 
-    monkeypatch.setattr(adapter, "Metrics", make)
+    monkeypatch.setattr(scheduler, "Metrics", make)
     assert state.ledger is not None
     for _ in range(3):
         state.ledger.counters.forwards += 1
-        adapter._report(scheduler_with(enabled=True, refused=1), BatchProof(["a"], [0], [1]))
+        scheduler._report(engine, scheduler_with(enabled=True, refused=1), BatchProof(["a"], [0], [1]))
     assert made == [{"gather": "window", "align": "rows"}]
     assert samples(registry)[f"{PREFIX}batches_total"] == 3
     assert samples(registry)[f"{PREFIX}refused_decodes"] == 1
 
 
 def test_a_line_in_the_log_now_and_then(
-    state: runtime_module.Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    state: runtime_module.Runtime,
+    engine: scheduler.Engine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter, "LOG_EVERY", 2)
+    monkeypatch.setattr(scheduler, "LOG_EVERY", 2)
     assert state.ledger is not None
     with caplog.at_level("INFO"):
         for _ in range(4):
             state.ledger.counters.forwards += 1
-            adapter._report(scheduler_with(enabled=False, refused=3), BatchProof(["a"], [0], [1]))
+            scheduler._report(engine, scheduler_with(enabled=False, refused=3), BatchProof(["a"], [0], [1]))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "sglang-dspark-cp: 2 prefill batches",
         "sglang-dspark-cp: 4 prefill batches",
