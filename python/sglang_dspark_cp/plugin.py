@@ -27,7 +27,7 @@ def register() -> None:
     release = sglang_release()
     adapter = adapters.find(release)
     if adapter is None:
-        install_guard(f"SGLang {release} was not reviewed.")
+        install_guard(adapters.refusal(release))
         return
     found = problems((*adapter.EAGER_HOOKS, *adapter.WORKER_HOOKS), sglang_root())
     if found:

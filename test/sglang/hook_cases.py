@@ -10,6 +10,11 @@ from typing import Any
 
 from sglang_dspark_cp.smoke.processes import RankConfig
 
+MODEL_CONFIG = SimpleNamespace(
+    sliding_window_size=128,
+    hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4"),
+)
+
 CACHE_ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -25,7 +30,8 @@ CACHE_ARGUMENTS: dict[str, Any] = {
     ),
     "radix_cache_backend": None,
     "page_size": 256,
-    "get_model_config": lambda: SimpleNamespace(sliding_window_size=128),
+    "get_model_config": lambda: MODEL_CONFIG,
+    "_model_config": MODEL_CONFIG,
 }
 """What the choice of the gather mode reads of a `ServerArgs`."""
 
@@ -35,10 +41,13 @@ class Cases:
 
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         from sglang_dspark_cp import adapters, plugin
+        from sglang_dspark_cp.hooks.check import sglang_release
         from sglang_dspark_cp.hooks.install import _attribute
 
-        adapter = adapters.find("0.5.17")
+        adapter = adapters.find(sglang_release())
         assert adapter is not None
+        if hasattr(adapter, "_require_groups"):  # no process group exists here
+            adapter._require_groups = lambda: None
         self.plugin, self.adapter, self.attribute = plugin, adapter, _attribute
         self.eager = [hook.target for hook in adapter.EAGER_HOOKS]
         self.worker = [hook.target for hook in adapter.WORKER_HOOKS]
@@ -115,9 +124,12 @@ class Cases:
         self.plugin.register()
         return {"same": all(self.attribute(target) is value for target, value in first.items()), **self._state()}
 
-    def stale_digest(self, table: str, index: int) -> dict[str, Any]:
+    def _place(self, table: str, hook_id: str) -> int:
+        return [hook.id for hook in getattr(self.adapter, table)].index(hook_id)
+
+    def stale_digest(self, table: str, hook_id: str) -> dict[str, Any]:
         """One hook of the adapter was reviewed for another body."""
-        hooks = list(getattr(self.adapter, table))
+        hooks, index = list(getattr(self.adapter, table)), self._place(table, hook_id)
         hooks[index] = dataclasses.replace(hooks[index], digest="000000000000")
         setattr(self.adapter, table, tuple(hooks))
         escaped = self._load()
@@ -176,12 +188,12 @@ class Cases:
             "same": all(self.attribute(target) is value for target, value in first.items()),
         }
 
-    def patched_before(self, table: str, index: int) -> dict[str, Any]:
+    def patched_before(self, table: str, hook_id: str) -> dict[str, Any]:
         """Another plugin was there first, on one target."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-        hook = getattr(self.adapter, table)[index]
+        hook = getattr(self.adapter, table)[self._place(table, hook_id)]
         HookRegistry.register(hook.target, lambda original, *args, **kw: original(*args, **kw), HookType.AROUND)
         HookRegistry.apply_hooks()
         theirs = self.attribute(hook.target)
@@ -200,7 +212,8 @@ class Cases:
         """SGLang's registry logs that it could not apply a hook and goes on."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        apply_target, skipped = HookRegistry._apply_target, self.eager[1]
+        apply_target = HookRegistry._apply_target
+        skipped = self.adapter.EAGER_HOOKS[self._place("EAGER_HOOKS", "admit")].target
 
         def apply(target: str, hooks: list[Any]) -> None:
             if target == skipped:

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
-from sglang_dspark_cp.adapters import REVIEWED, v0_5_17
+from sglang_dspark_cp import adapters
+from sglang_dspark_cp.adapters import REVIEWED
 from sglang_dspark_cp.hooks.check import problems, sglang_release, sglang_root
 from sglang_dspark_cp.smoke.processes import RankPool, RankProcess
 
 pytestmark = pytest.mark.timeout(150)
 
-ALL_HOOKS = (*v0_5_17.EAGER_HOOKS, *v0_5_17.WORKER_HOOKS)
-EAGER = {hook.target for hook in v0_5_17.EAGER_HOOKS}
-WORKER = {hook.target for hook in v0_5_17.WORKER_HOOKS}
+ADAPTER = adapters.find(sglang_release())
+assert ADAPTER is not None, "these tests run in a reviewed release"
+ALL_HOOKS = (*ADAPTER.EAGER_HOOKS, *ADAPTER.WORKER_HOOKS)
+EAGER_IDS = [hook.id for hook in ADAPTER.EAGER_HOOKS]
+EAGER = {hook.target for hook in ADAPTER.EAGER_HOOKS}
+WORKER = {hook.target for hook in ADAPTER.WORKER_HOOKS}
 GUARD = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
-STOCK_WAS_ASKED = "ValueError: DSpark speculative decoding only supports CUDA device."
+STOCK_WAS_ASKED = "ValueError: DSpark speculative decoding only supports CUDA"
 
 Case = Callable[..., dict[str, Any]]
 
@@ -49,7 +53,7 @@ def assert_stock(state: dict[str, Any], but: set[str] | frozenset[str] = frozens
 
 
 def test_every_digest_is_that_of_the_installed_release() -> None:
-    assert REVIEWED[sglang_release()] == "v0_5_17"
+    assert sglang_release() in REVIEWED
     assert [str(problem) for problem in problems(ALL_HOOKS, sglang_root())] == []
 
 
@@ -80,7 +84,7 @@ def test_load_plugins_installs_eager_hooks_only(case: Case) -> None:
     assert state["entry_points"]["dspark_cp"] == "sglang_dspark_cp.plugin:register"
     assert_stock(state, EAGER)
     assert set(state["changed"]).isdisjoint(WORKER)
-    assert state["installed"] == [hook.id for hook in v0_5_17.EAGER_HOOKS]
+    assert state["installed"] == EAGER_IDS
     assert state["stale"] == [], "a module of SGLang still calls the stock function under another name"
     assert state["fired"] == {}
 
@@ -91,7 +95,7 @@ def test_beside_other_plugins(case: Case) -> None:
     assert state["escaped"] is None
     assert len(state["entry_points"]) > 1, "there is no other plugin here: this test shows nothing"
     assert set(state["changed"]) == EAGER
-    assert state["installed"] == [hook.id for hook in v0_5_17.EAGER_HOOKS]
+    assert state["installed"] == EAGER_IDS
 
 
 def test_registering_twice_changes_nothing(case: Case) -> None:
@@ -135,25 +139,34 @@ def assert_guarded(state: dict[str, Any], reason: str) -> None:
     for asked in ("prefill, CP flag", "prefill, CP size"):
         assert answers[asked].startswith(f"ActivationError: sglang-dspark-cp: {reason}")
         assert "SGLANG_DSPARK_CP=0" in answers[asked]
-        assert "Reviewed releases: 0.5.17" in answers[asked]
+        assert f"Reviewed releases: {', '.join(REVIEWED)}" in answers[asked]
     for other in ("prefill", "decode, CP", "aggregated, CP"):
-        assert answers[other] == STOCK_WAS_ASKED
+        assert answers[other].startswith(STOCK_WAS_ASKED)
 
 
-@pytest.mark.parametrize(("table", "index"), [("EAGER_HOOKS", 0), ("EAGER_HOOKS", 2), ("WORKER_HOOKS", 3)])
-def test_one_stale_digest_leads_to_the_guard(case: Case, table: str, index: int) -> None:
-    state = case("stale_digest", table, index)
+ONE_OF_EACH = [("EAGER_HOOKS", "admit"), ("EAGER_HOOKS", "create-worker"), ("WORKER_HOOKS", "settle")]
+
+
+@pytest.mark.parametrize(("table", "hook"), ONE_OF_EACH)
+def test_one_stale_digest_leads_to_the_guard(case: Case, table: str, hook: str) -> None:
+    state = case("stale_digest", table, hook)
     assert_guarded(state, f"SGLang {sglang_release()} is not the code that was reviewed for that release:")
     assert f"hook {state['id']} on " in state["answers"]["prefill, CP flag"]
 
 
-@pytest.mark.parametrize("release", ["0.5.99", "0.5.18", "0.5.17.post1", "0.5.17rc1"])
+@pytest.mark.parametrize("release", ["0.5.99", "0.5.17.post1", "0.5.23rc1"])
 def test_an_unreviewed_release_leads_to_the_guard(case: Case, release: str) -> None:
     assert_guarded(case("unreviewed", release), f"SGLang {release} was not reviewed.")
 
 
+@pytest.mark.parametrize("release", adapters.NOT_SUPPORTED)
+def test_a_release_that_was_looked_at_leads_to_the_guard_with_the_reason(case: Case, release: str) -> None:
+    reason = f"SGLang {release} is not supported: {adapters.NOT_SUPPORTED[release]}; use 0.5.17 or 0.5.23."
+    assert_guarded(case("unreviewed", release), reason)
+
+
 def test_a_local_version_of_a_reviewed_release_is_that_release(case: Case) -> None:
-    assert_stock(case("unreviewed", "0.5.17+cu129"), EAGER)
+    assert_stock(case("unreviewed", f"{sglang_release()}+cu129"), EAGER)
 
 
 def test_no_place_for_the_guard(case: Case) -> None:
@@ -177,9 +190,9 @@ def test_worker_hooks_only_where_the_feature_is_used(case: Case) -> None:
     assert state["same"], "a second worker must not wrap the wrappers"
 
 
-@pytest.mark.parametrize(("table", "index"), [("EAGER_HOOKS", 0), ("EAGER_HOOKS", 2), ("WORKER_HOOKS", 0)])
-def test_another_plugin_was_first(case: Case, table: str, index: int) -> None:
-    state = case("patched_before", table, index)
+@pytest.mark.parametrize(("table", "hook"), ONE_OF_EACH)
+def test_another_plugin_was_first(case: Case, table: str, hook: str) -> None:
+    state = case("patched_before", table, hook)
     assert state["escaped"] is not None
     assert state["escaped"].startswith(f"ActivationError: sglang-dspark-cp: {state['target']} is already patched")
     assert f"hook {state['id']} would be ignored" in state["escaped"]

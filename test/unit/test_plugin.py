@@ -55,7 +55,10 @@ def test_reviewed_release_gets_the_eager_hooks_and_the_settings(
 ) -> None:
     monkeypatch.setenv("SGLANG_DSPARK_CP_ALIGN", "shape")
     plugin.register()
-    assert [hook.id for hook in installed] == ["validate-cp", "admit", "create-worker"]
+    adapter = adapters.find(plugin.sglang_release())
+    assert adapter is not None
+    assert tuple(installed) == adapter.EAGER_HOOKS
+    assert [hook.id for hook in installed][-2:] == ["admit", "create-worker"]
     assert runtime.runtime().config.align is AlignLevel.SHAPE
 
 
@@ -76,7 +79,7 @@ def test_a_bad_value_ends_the_process_with_the_allowed_ones(
     assert installed == []
 
 
-@pytest.mark.parametrize("release", ["0.5.18", "0.5.17.post1", "0.5.17rc1", "0.6.0"])
+@pytest.mark.parametrize("release", ["0.5.16", "0.5.17.post1", "0.5.23rc1", "0.6.0"])
 def test_a_release_that_was_not_reviewed_gets_the_guard_only(
     installed: list[Hook], monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
@@ -90,14 +93,30 @@ def test_a_release_that_was_not_reviewed_gets_the_guard_only(
         assert word in text
 
 
+@pytest.mark.parametrize("release", [*adapters.NOT_SUPPORTED, "0.5.20+cu129"])
+def test_a_release_that_was_looked_at_is_refused_with_the_reason(
+    installed: list[Hook], monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    monkeypatch.setattr(plugin, "sglang_release", lambda: release)
+    plugin.register()
+    (hook,) = installed
+    assert hook.id == "guard"
+    why = adapters.NOT_SUPPORTED[release.split("+")[0]]
+    assert f"SGLang {release} is not supported: {why}; use 0.5.17 or 0.5.23. " in refusal(hook)
+    assert refusal(hook, disaggregation_mode="decode") == ""
+
+
+def test_no_release_is_supported_and_not() -> None:
+    assert set(adapters.NOT_SUPPORTED).isdisjoint(adapters.REVIEWED)
+
+
 def test_a_stale_digest_leads_to_the_guard_which_names_every_stale_hook(
     installed: list[Hook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = adapters.find("0.5.17")
+    adapter = adapters.find(plugin.sglang_release())
     assert adapter is not None
     stale = [dataclasses.replace(hook, digest="0" * 12) for hook in adapter.WORKER_HOOKS[:2]]
     monkeypatch.setattr(adapter, "WORKER_HOOKS", (*stale, *adapter.WORKER_HOOKS[2:]))
-    monkeypatch.setattr(plugin, "sglang_release", lambda: "0.5.17")
     plugin.register()
     (guarding,) = installed
     text = refusal(guarding)
@@ -152,7 +171,10 @@ def test_without_a_place_to_stand_the_guard_says_so(
 
 @pytest.mark.parametrize(
     ("release", "found"),
-    [("0.5.17", True), ("0.5.17+cu130", True), ("0.5.17.post1", False), ("0.5.1", False), ("", False)],
+    [
+        *(("0.5.17", True), ("0.5.17+cu130", True), ("0.5.17.post1", False), ("0.5.1", False), ("", False)),
+        *(("0.5.23", True), ("0.5.23+cu130", True), ("0.5.22", False)),
+    ],
 )
 def test_which_releases_have_an_adapter(release: str, found: bool) -> None:
     assert (adapters.find(release) is not None) is found
