@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS, tell
+from sglang_dspark_cp.adapters import REVIEWED
 from sglang_dspark_cp.hooks import install
+from sglang_dspark_cp.hooks.check import sglang_release
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke import native
 from sglang_dspark_cp.smoke.decode import _wait_for_port
 from sglang_dspark_cp.smoke.processes import RankConfig
-from sglang_dspark_cp.smoke.ranks import EMPTY, Memory, join_groups, make_pool, without_gpu
+from sglang_dspark_cp.smoke.ranks import EMPTY, Memory, make_pool
+from sglang_dspark_cp.smoke.release import installed
+
+ADAPTER = importlib.import_module(f"sglang_dspark_cp.adapters.handshake_{REVIEWED[sglang_release()]}")
+HANDSHAKE_HOOKS = ADAPTER.HANDSHAKE_HOOKS
 
 SLOTS = 8
 STEP_S = 0.005
@@ -40,8 +46,9 @@ class _Rank:
 
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         self.config, self.options = config, config.options
+        self.sglang = installed()
         native.load(self.options["stand_in"])
-        without_gpu()
+        self.sglang.without_gpu()
         self.thread_errors: list[str] = []
         if self.options.get("survive"):  # otherwise a dead thread ends the rank, and with it the test
             threading.excepthook = lambda failure: self.thread_errors.append(str(failure.exc_value))
@@ -62,8 +69,6 @@ class _Rank:
         """What this side does first."""
 
     def _publish(self) -> None:
-        from sglang.srt.runtime_context import get_context
-
         size = self.options.get("cp_size", 1)
         arguments = {
             "device": "cpu",
@@ -78,29 +83,24 @@ class _Rank:
             "speculative_draft_model_path": self.options.get("model"),
             "load_balance_method": "follow_bootstrap_room",
         }
-        self.server_args = get_context().override_server_args(**arguments).install()
-        join_groups(size, self.config.rank, self.options["dist_port"], dp_size=1, cp_size=size)
+        self.server_args = self.sglang.publish(self.config.rank, **arguments)
+        self.sglang.join_groups(size, self.config.rank, self.options["dist_port"], dp_size=1, cp_size=size)
 
     def _pools(self) -> None:
-        from sglang.srt.disaggregation.base.conn import KVArgs
-        from sglang.srt.disaggregation.utils import MetadataBuffers, setup_state_kv_args
-
         stages, mapping = self.options.get("stages", g.STAGES), torch.arange(g.POOL_PAGES * g.PAGE)
         self.target_pool = make_pool(g.TARGET_RATIOS, SLOTS)
         self.target_pool.register_mapping(mapping)
         self.draft_pool = make_pool((0,) * stages, SLOTS) if stages else None
         if self.draft_pool is not None:
             self.draft_pool.register_mapping(mapping)
-        self.metadata = MetadataBuffers(SLOTS, 32, torch.float32)
-        self.kv_args = a = KVArgs()
-        a.engine_rank, a.pp_rank, a.system_dp_rank, a.gpu_id = self.config.rank, 0, 0, 0
-        a.kv_cache_dtype_str, a.page_size, a.ib_device = "fp8_e4m3", g.PAGE, None
-        a.prefill_start_layer, a.prefill_end_layer = 0, self.target_pool.end_layer
-        a.mla_compression_ratios = list(self.target_pool.compression_ratios) if self.mode == "prefill" else None
-        a.kv_data_ptrs, a.kv_data_lens, a.kv_item_lens = self.target_pool.get_contiguous_buf_infos()
-        a.kv_layer_ids = []
-        a.aux_data_ptrs, a.aux_data_lens, a.aux_item_lens = self.metadata.get_buf_infos()
-        setup_state_kv_args(a, self.target_pool, self.draft_pool, len(g.TARGET_RATIOS))
+        self.metadata = self.sglang.metadata_buffers(SLOTS)
+        self.kv_args = a = self.sglang.kv_args(
+            rank=self.config.rank,
+            dp_rank=0,
+            prefill=self.mode == "prefill",
+            pools=(self.target_pool, self.draft_pool),
+            metadata=self.metadata,
+        )
         self.memory = Memory(copy.copy(a))
         for name, value in self.options.get("lie", {}).items():
             setattr(a, name, value)
@@ -152,9 +152,8 @@ class PrefillRank(_Rank):
     def serve(self, room: int, pages: list[int], states: list[list[int]] | None, steps: int = 1000) -> tuple[str, str]:
         """One request as the scheduler's loop serves it, with its reduced poll; status and failure text."""
         from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
-        self.requests[room] = sender = MooncakeKVSender(self.manager, "unused", room, [self.config.rank], 0)
+        self.requests[room] = sender = self.sglang.make_sender(self.manager, "unused", room, self.config.rank)
         sent, poll = False, int(KVPoll.Bootstrapping)
         for _ in range(steps):  # by count, so that all ranks leave together
             poll = self._poll(sender)
@@ -180,25 +179,50 @@ class PrefillRank(_Rank):
         cp, tp = parallel_state.get_attn_cp_group().cpu_group, parallel_state.get_attn_tp_group().cpu_group
         return int(poll_and_all_reduce_attn_cp_tp_group([sender], cp, tp)[0])
 
-    def tell_while_the_first_is_gone(self) -> list[tuple[Any, ...]]:
-        """What is sent to three decodes, of which the first cannot be reached and the second is a dummy."""
+    def fail_while_the_first_is_gone(self, room: int) -> list[tuple[str, int, int, int, int]]:
+        """What is sent when a room fails whose first decode cannot be reached and whose second is a dummy.
+
+        Returns:
+            (host, port, room, status, rank) of each message that was tried.
+        """
         import zmq
+        from sglang.srt.disaggregation.base.conn import KVPoll
 
-        told: list[tuple[Any, ...]] = []
+        tried: list[tuple[str, int, int, int, int]] = []
+        manager = self.manager
 
-        def sync(*message: Any) -> None:
-            told.append(message)
-            if len(told) == 1:
+        def note(*message: Any) -> None:
+            tried.append(message)  # type: ignore[arg-type]
+            if len(tried) == 1:
                 raise zmq.Again()
 
-        peers = [
-            SimpleNamespace(endpoint="10.0.0.1", dst_port=port, mooncake_session_id=name, room=7, is_dummy=port == 2)
-            for port, name in ((1, "a"), (2, "b"), (3, "c"))
-        ]
-        self.manager.sync_status_to_decode_endpoint = sync
-        tell(self.manager, peers)
-        del self.manager.sync_status_to_decode_endpoint
-        return told
+        def multipart(address: str, parts: list[bytes], **_: Any) -> None:
+            host, port = address.removeprefix("tcp://").split(":")
+            note(host, int(port), *(int(part) for part in parts))
+
+        # The last step of such a message in 0.5.17 and in 0.5.23, which has only the second.
+        steps = {"sync_status_to_decode_endpoint": note, "_send_multipart_locked": multipart}
+        name = next(name for name in steps if hasattr(manager, name))
+        manager.transfer_infos[room] = {
+            session: SimpleNamespace(
+                endpoint="10.0.0.1",
+                dst_port=port,
+                mooncake_session_id=session,
+                room=room,
+                is_dummy=port == 2,
+                required_dst_info_num=4,
+            )
+            for session, port in (("a", 1), ("b", 2), ("c", 3))
+        }
+        manager.update_status(room, KVPoll.Bootstrapping)
+        setattr(manager, name, steps[name])
+        try:
+            ADAPTER.fail_room(manager, room, "of a test")
+        finally:
+            delattr(manager, name)
+            for table in (manager.transfer_infos, manager.request_status, manager.failure_records):
+                table.pop(room, None)
+        return tried
 
     def late_success(self, room: int) -> str:
         """State of a room that failed and is called a success afterwards."""

@@ -10,17 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handshake_cases import ROWS, THEIRS
+from handshake_cases import HANDSHAKE_HOOKS, ROWS, THEIRS
 
-from sglang_dspark_cp.adapters.handshake_v0_5_17 import HANDSHAKE_HOOKS, Registrations
+from sglang_dspark_cp.adapters import handshake_v0_5_17, handshake_v0_5_23
 from sglang_dspark_cp.core.handshake import Layout, named
-from sglang_dspark_cp.hooks.check import problems, sglang_root
+from sglang_dspark_cp.hooks.check import problems, sglang_release, sglang_root
 from sglang_dspark_cp.smoke import native
 from sglang_dspark_cp.smoke.arguments import write_model_folder
 from sglang_dspark_cp.smoke.processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
 
 pytestmark = pytest.mark.timeout(240)
 
+RELEASE = sglang_release()
 STARTS_WITHIN_S = 180.0
 """The first process waits for the fork server's import of SGLang."""
 ALL = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
@@ -299,15 +300,61 @@ def registration(session: str, draft_buffers: int) -> Any:
     return info
 
 
-@pytest.fixture
-def table() -> Registrations:
-    layout = Layout(1, 64, 1, named(["swa", "swa"], [[8], [16, 16, 16]]))
-    made = Registrations(layout, sends=True)
-    made["fits"], made["bad"] = registration("fits", 3), registration("bad", 2)
+class Table17:
+    """Registrations and verdicts as 0.5.17 keeps them."""
+
+    def __init__(self) -> None:
+        layout = Layout(1, 64, 1, named(["swa", "swa"], [[8], [16, 16, 16]]))
+        self.registrations = handshake_v0_5_17.Registrations(layout, sends=True)
+
+    def register(self, info: Any) -> None:
+        self.registrations[info.mooncake_session_id] = info
+
+    def reason(self, peers: list[Any]) -> str | None:
+        return self.registrations.reason(peers)
+
+
+class Table23:
+    """The same in 0.5.23, whose manager keeps the verdicts."""
+
+    def __init__(self) -> None:
+        kv_args = SimpleNamespace(
+            state_types=[SimpleNamespace(value="swa")] * 2,
+            state_item_lens=[[8], [16, 16, 16]],
+            kv_data_ptrs=[0],
+            kv_item_lens=[64],
+            aux_data_ptrs=[0],
+        )
+        self.manager = SimpleNamespace(
+            kv_args=kv_args,
+            is_dummy_cp_rank=False,
+            transfer_infos={},
+            state_layout_rejections={},
+            decode_kv_args_table={},
+        )
+
+    def register(self, info: Any) -> None:
+        session, manager = info.mooncake_session_id, self.manager
+        _, text = handshake_v0_5_23.validate_peer(lambda *_: (True, None), manager, info)
+        manager.state_layout_rejections.pop(session, None)
+        if text is not None:
+            manager.state_layout_rejections[session] = text
+        manager.decode_kv_args_table[session] = info
+
+    def reason(self, peers: list[Any]) -> str | None:
+        self.manager.transfer_infos[7] = dict(enumerate(peers))
+        return handshake_v0_5_23._reason(self.manager, 7)
+
+
+@pytest.fixture(params=[Table17, Table23], ids=["0.5.17", "0.5.23"])
+def table(request: pytest.FixtureRequest) -> Table17 | Table23:
+    made = request.param()
+    made.register(registration("fits", 3))
+    made.register(registration("bad", 2))
     return made
 
 
-def test_one_decode_rank_that_differs_is_enough(table: Registrations) -> None:
+def test_one_decode_rank_that_differs_is_enough(table: Table17 | Table23) -> None:
     assert table.reason([peer("fits", 2)]) is None
     assert table.reason([peer("bad", 2)]) is None, "the other decode rank would not be told"
     assert "draft swa x 3 buffers" in str(table.reason([peer("fits", 2), peer("bad", 2)]))
@@ -315,23 +362,25 @@ def test_one_decode_rank_that_differs_is_enough(table: Registrations) -> None:
     assert table.reason([]) is None
 
 
-def test_a_decode_that_registers_again_with_other_flags(table: Registrations) -> None:
-    table["bad"] = registration("bad", 3)
+def test_a_decode_that_registers_again_with_other_flags(table: Table17 | Table23) -> None:
+    table.register(registration("bad", 3))
     assert table.reason([peer("bad")]) is None
-    table["fits"] = registration("fits", 0)
+    table.register(registration("fits", 0))
     assert table.reason([peer("fits")]) is not None
 
 
-def test_a_decode_that_never_registered(table: Registrations) -> None:
+def test_a_decode_that_never_registered(table: Table17 | Table23) -> None:
     assert "never registered its buffers" in str(table.reason([peer("new")]))
     assert table.reason([peer("new", dummy=True)]) is None
 
 
 def test_a_decode_that_cannot_be_told_does_not_stop_the_thread(fleet: Fleet, hooked: str) -> None:
-    told = fleet.call(fleet.servers[hooked], "tell_while_the_first_is_gone")
+    room = next(fleet.rooms)
+    tried = fleet.call(fleet.servers[hooked], "fail_while_the_first_is_gone", room)
     # The rank is this prefill's unique one, as in stock's own answers; the dummy is left out.
-    assert told == [[("10.0.0.1", 1, 7, 0, rank), ("10.0.0.1", 3, 7, 0, rank)] for rank in (0, 1)]
-    assert "10.0.0.1:1 (session a) was not told" in fleet.log(hooked)
+    assert tried == [[("10.0.0.1", 1, room, 0, rank), ("10.0.0.1", 3, room, 0, rank)] for rank in (0, 1)]
+    words = {"0.5.17": "10.0.0.1:1 (session a) was not told", "0.5.23": f"of room {room} to 10.0.0.1:1"}
+    assert words[RELEASE] in fleet.log(hooked)
 
 
 # ------------------------------------------------------------------------------------------------ what stock does
@@ -346,16 +395,23 @@ def test_stock_sends_to_a_decode_with_a_draft_without_one(fleet: Fleet, good: Ra
 
 
 @pytest.mark.compat
-def test_stock_sends_another_state_ring(fleet: Fleet) -> None:
+def test_stock_and_another_state_ring(fleet: Fleet) -> None:
+    """0.5.17 does; 0.5.23 compares item lengths and refuses."""
     fleet.prefill("stock", hooks=())
     _, seen = fleet.request("stock", fleet.decode("no-speculation", speculative=None))
-    assert seen["status"] == "Success"
-    assert next(iter(seen["bytes"].values())) != [0x11]
+    if RELEASE == "0.5.17":
+        assert seen["status"] == "Success"
+        assert next(iter(seen["bytes"].values())) != [0x11]
+    else:
+        assert seen["status"] == "Failed"
+        assert "item length mismatch" in fleet.log("stock")
 
 
 @pytest.mark.compat
-def test_stock_calls_a_failed_room_a_success(fleet: Fleet) -> None:
-    assert fleet.call(fleet.prefill("stock", hooks=()), "late_success", next(fleet.rooms)) == ["Success"]
+def test_stock_and_a_late_success(fleet: Fleet) -> None:
+    """0.5.17 does; 0.5.23 keeps a failed room failed."""
+    found = fleet.call(fleet.prefill("stock", hooks=()), "late_success", next(fleet.rooms))
+    assert found == [{"0.5.17": "Success", "0.5.23": "Failed"}[RELEASE]]
 
 
 @pytest.mark.compat
@@ -367,11 +423,17 @@ def test_stock_cuts_window_rows(fleet: Fleet, good: RankProcess) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["no-draft", "two-stages"])
-def test_the_transfer_thread_of_stock_dies(fleet: Fleet, good: RankProcess, name: str) -> None:
+def test_the_transfer_thread_of_stock(fleet: Fleet, good: RankProcess, name: str) -> None:
+    """In 0.5.23 only where decode lacks a component: buffers that it compares end the request, not the thread."""
     options, theirs, _ = BAD[name]
     server = f"stock-{name}"
     (rank,) = fleet.prefill(server, hooks=(), survive=True)
     _, seen = fleet.request(server, fleet.decode(name, **options), theirs=theirs, steps=200, wait=1.0)
+    if RELEASE == "0.5.23" and name == "two-stages":
+        assert seen["status"] == "Failed"
+        assert fleet.call([rank], "errors") == [[]]
+        assert_served(fleet.request(server, good))
+        return
     assert seen["status"] == "WaitingForInput"
     assert "Transfer thread failed" in fleet.call([rank], "errors")[0][0]
     _, after = fleet.request(server, good, steps=200, wait=1.0)
