@@ -134,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--new-tokens {args.new_tokens}: at least 2")
         if args.model_dir and not (args.model_dir / "config.json").is_file():
             raise UsageError(f"--model-dir {args.model_dir}: no config.json there; see `make-checkpoint`")
+        if args.stock and set_ups.flags().stock_serves:
+            raise UsageError(
+                "--stock shows what stock SGLang refuses; this release serves CP prefill with DSPARK. The set-up"
+                f" stock-cp{gpus.cp_size}-tp{len(gpus.decode)} of --pairs runs it beside this package's"
+            )
         if args.stock and gpus.cp_size < 2:
             raise UsageError(
                 "--stock needs at least two ranks (GPUs, or --ranks-per-gpu): what stock refuses is context parallelism"
@@ -229,6 +234,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(_per_set_up(report))
     if report.get("controls") or report.get("proof_on"):
         console.print(_per_control(report))
+    if report.get("chunk_cost"):
+        console.print(_chunk_cost(report))
     for step in report.get("stock_refusals", []):
         console.print(f"{step['step']}. {step['what']}\n   -> {step['error'] or 'no error'}", markup=False)
     for reason in report["reasons"]:
@@ -256,6 +263,22 @@ def _per_prompt(report: dict[str, Any]) -> Table:
     return table
 
 
+def _chunk_cost(report: dict[str, Any]) -> Table:
+    table = Table(title=f"one chunk of {set_ups.CHUNK} tokens on CP prefill: NCCL's log, rank 0; memory: SGLang's log")
+    for title in ("", "NCCL calls", "gathered MB", "largest gathers, MB", "draft GB per rank"):
+        table.add_column(title)
+    for name, each in report["chunk_cost"].items():
+        draft = [value for kind, values in each["loaded_gb"].items() if kind.endswith("DSpark") for value in values]
+        table.add_row(
+            name,
+            ", ".join(f"{count} {call}" for call, count in each["nccl"].get("calls", {}).items()),
+            f"{each['nccl'].get('gather_received_bytes', 0) / 1e6:.2f}",
+            ", ".join(f"{size / 1e6:.2f}" for size in each["nccl"].get("largest_gathers", [])),
+            ", ".join(f"{value:g}" for value in draft),
+        )
+    return table
+
+
 def _per_set_up(report: dict[str, Any]) -> Table:
     table = Table(title="set-ups")
     titles = ("", "accept", "/ non-CP", "at once", "answered", "first proposals", "rows = decode", "rows vs CP1")
@@ -263,7 +286,7 @@ def _per_set_up(report: dict[str, Any]) -> Table:
         table.add_column(title)
     for name, each in report["set_ups"].items():
         proposals, sent = each.get("proposal_agreement") or {}, each.get("rows_prefill_vs_decode") or {}
-        rows = each.get("rows_vs_cp1") or each.get("rows_vs_non_cp")
+        rows = each.get("rows_vs_cp1") or each.get("rows_vs_non_cp") or each.get("rows_vs_plugin")
         table.add_row(
             name,
             str(each["mean_accept_length"]),

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import config
-from . import judge, set_ups
+from . import cuda_cost, judge, set_ups
 from .checkpoint import CheckpointInfo, read_checkpoint_info, write_checkpoint
 from .prompts import PromptSet, prompt_set
 from .servers import HOST, Ports, Reply, Server, ServerFailed, ServerSet, all_at_once, launch_command
@@ -29,6 +29,8 @@ GAP_LIMIT = 1.5
 """Teacher-forced gap beyond which a token is not a rounding tie. With random weights up to 0.8 was seen between runs of
 equal quality, and 2.2 to 4.5 with an altered context."""
 FIRST_ROOM = 100_001
+QUIET_S = 0.5
+"""For NCCL's log of what ran before, or just ran, to be written."""
 
 
 @dataclass
@@ -121,7 +123,13 @@ class GpuRun:
         self.dump_folder(name).mkdir(parents=True, exist_ok=True)
         environment = set_ups.environment(self.quant, self.args.transfer, gpus)
         mode = {config.GATHER: self.args.mode} if self.args.mode else {}
-        environment |= {config.DUMP_DIR: str(self.dump_folder(name)), **mode, **(extra or {})}
+        if set_ups.is_stock(role):
+            environment |= {config.ENABLED: "0"}
+        else:
+            environment |= {config.DUMP_DIR: str(self.dump_folder(name)), **mode}
+        if role.startswith(("prefill-cp", "prefill-stock")):
+            environment |= cuda_cost.nccl_environment(self.folder, name)
+        environment |= extra or {}
         arguments = [
             *set_ups.base_arguments(Path(self.info.path), self.quant),
             *set_ups.role_arguments(role, self.args.transfer, self.bootstrap[name]),
@@ -253,6 +261,9 @@ class GpuRun:
                         self._guarded(set_up.name, functools.partial(self.measure, set_up))
                 for name, answers in self.answers.items():
                     self._guarded(name, functools.partial(self._force, answers))
+                for set_up in self.chosen:
+                    if (set_up.is_cp or set_up.is_stock) and self._complete(set_up.name):
+                        self._guarded(set_up.name, functools.partial(self._chunk_cost, set_up))
                 control_base = next((each for each in cp_set_ups if self._complete(each.name)), None)
                 if self.faults and control_base is not None:
                     keep = self.servers[control_base.answers]
@@ -260,6 +271,22 @@ class GpuRun:
                     self._controls(group, control_base)
         finally:
             self._report(control_base)
+
+    def _chunk_cost(self, set_up: SetUp) -> None:
+        """NCCL calls of one chunk without a cached prefix, once per prefill server."""
+        assert set_up.prefill is not None
+        costs = self.report.setdefault("chunk_cost", {})
+        if set_up.prefill in costs:
+            return
+        prefill, decode = self.servers[set_up.prefill], self.servers[set_up.answers]
+        (prompt,) = [each for each in self.prompts.measured if len(each) == set_ups.CHUNK][:1]
+        _flush([prefill, decode])
+        time.sleep(QUIET_S)
+        before = cuda_cost.nccl_files(self.folder, prefill.name)
+        self.ask(prefill, decode, prompt, 1)
+        time.sleep(QUIET_S)
+        calls = cuda_cost.calls_since(before, cuda_cost.nccl_files(self.folder, prefill.name))
+        costs[set_up.prefill] = {"nccl": cuda_cost.summary(calls), "loaded_gb": cuda_cost.loaded_gb(prefill.log())}
 
     def _complete(self, name: str) -> bool:
         answers = self.answers.get(name)
@@ -399,6 +426,8 @@ class GpuRun:
         }
         if each.prefill is None:
             return summary
+        if each.is_stock:
+            return summary | self._rows_against_plugin(each)
         sent = judge.load_rows(self.dump_folder(each.prefill), "prefill")
         arrived = judge.load_rows(self.dump_folder(each.answers), "decode")
         rooms = [room for room in answers.rooms if room in sent and room in arrived]
@@ -427,6 +456,20 @@ class GpuRun:
             judge.compare_many(pairs, range(settled)),
         )
 
+    def _rows_against_plugin(self, each: SetUp) -> dict[str, Any]:
+        """Rows that decode got from stock's CP prefill, against those from this package's, request by request."""
+        like = next((other for other in self.chosen if other.is_cp and other.answers == each.answers), None)
+        if like is None or like.name not in self.answers:
+            return {}
+        arrived = judge.load_rows(self.dump_folder(each.answers), "decode")
+        rooms = zip(self.answers[each.name].rooms, self.answers[like.name].rooms, strict=False)
+        pairs = [(arrived[a], arrived[b]) for a, b in rooms if a in arrived and b in arrived]
+        settled = self.info.first_settled_position
+        return {
+            "rows_vs_plugin": judge.compare_many(pairs, range(settled, judge.EVERYWHERE.stop)),
+            "rows_vs_plugin_early": judge.compare_many(pairs, range(settled)),
+        }
+
     def _complaints(self, each: SetUp) -> list[str]:
         """What is wrong with a set-up by itself."""
         answers, summary = self.answers[each.name], self.report["set_ups"][each.name]
@@ -447,6 +490,9 @@ class GpuRun:
             found.append(f"{each.name}: {summary['answered']} of {summary['asked']} requests were answered")
         if summary["worst_gap"] is not None and summary["worst_gap"] > GAP_LIMIT:
             found.append(f"{each.name}: teacher-forced gap {summary['worst_gap']}, allowed is {GAP_LIMIT}")
+        stock = summary.get("rows_vs_plugin")
+        if stock is not None and (not stock["rows"] or stock["rows_missing"] or stock["rows_over_tolerance"]):
+            found.append(f"{each.name}: stock's draft rows are not those of this package: {stock}")
         rows = summary.get("rows_prefill_vs_decode")
         if rows is not None:
             if rows["requests"] != len(answers.rooms):

@@ -6,9 +6,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..hooks.check import sglang_release
+
 CHUNK = 512
 CP_FLAGS = ("--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "round-robin-split")
 UNIFIED_CP_FLAGS = ("--enable-prefill-cp", "--cp-strategy", "interleave")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What differs between releases.
+
+    Attributes:
+        cp: flags of a CP prefill worker.
+        every: flags of every server.
+        stock_serves: SGLang without this package serves CP prefill with DSPARK.
+    """
+
+    cp: tuple[str, ...]
+    every: tuple[str, ...] = ()
+    stock_serves: bool = False
+
+
+RELEASES = {
+    "0.5.17": Flags(CP_FLAGS),
+    # The fusion would ask for NVLink multicast; 0.5.23 loads no tokenizer where prompts are token ids.
+    "0.5.23": Flags(UNIFIED_CP_FLAGS, ("--enforce-disable-flashinfer-allreduce-fusion", "--skip-tokenizer-init"), True),
+}
+
+
+def flags() -> Flags:
+    """Of the installed release.
+
+    Raises:
+        UsageError: it is none that GPU runs were written for.
+    """
+    release = sglang_release().split("+", 1)[0]
+    if release not in RELEASES:
+        raise UsageError(f"SGLang {release}: GPU runs know {', '.join(RELEASES)}; install one of these")
+    return RELEASES[release]
+
+
 SPECULATE = ("--speculative-algorithm", "DSPARK")
 SIZES = (1, 2, 4, 8)
 
@@ -55,6 +93,16 @@ class SetUp:
     def is_cp(self) -> bool:
         """Whether its prefill is context parallel."""
         return self.prefill is not None and self.prefill.startswith("prefill-cp")
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether its prefill is context parallel without this package."""
+        return self.prefill is not None and is_stock(self.prefill)
+
+
+def is_stock(server: str) -> bool:
+    """Whether a server is a CP prefill worker without this package."""
+    return server.startswith("prefill-stock")
 
 
 def split_list(text: str | None, default: Sequence[str]) -> tuple[str, ...]:
@@ -103,6 +151,9 @@ def possible(gpus: Gpus) -> dict[str, SetUp]:
         if d > 1:
             what = f"CP{c} prefill -> TP{d}/DP{d} decode"
             found.append(SetUp(f"cp{c}-dp{d}", what, f"decode-dp{d}", f"prefill-cp{c}"))
+        if flags().stock_serves:
+            what = f"stock CP{c} prefill, without this package -> TP{d} decode"
+            found.append(SetUp(f"stock-cp{c}-tp{d}", what, f"decode-tp{d}", f"prefill-stock{c}"))
     return {set_up.name: set_up for set_up in found}
 
 
@@ -125,7 +176,7 @@ def choose_set_ups(gpus: Gpus, names: str | None) -> list[SetUp]:
 
 def reference_of(set_ups: Sequence[SetUp]) -> SetUp | None:
     """The PD set-up without CP that CP set-ups are compared with."""
-    return next((each for each in reversed(set_ups) if each.prefill is not None and not each.is_cp), None)
+    return next((each for each in reversed(set_ups) if each.prefill and not each.is_cp and not each.is_stock), None)
 
 
 def row_reference_of(set_ups: Sequence[SetUp]) -> SetUp | None:
@@ -150,6 +201,7 @@ def base_arguments(model: Path, quant: str) -> list[str]:
         *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup"),
         *("--random-seed", "1", "--watchdog-timeout", "600", "--disable-custom-all-reduce"),
         *(("--fp8-gemm-backend", "triton") if quant == "fp8" else ()),
+        *flags().every,
     ]
 
 
@@ -160,11 +212,11 @@ def role_arguments(server: str, transfer: str, bootstrap_port: int) -> list[str]
     if server == "dspark":
         return list(SPECULATE)
     mode, _, kind = server.partition("-")
-    size = kind[2:]
+    size = kind.removeprefix("stock") if is_stock(server) else kind[2:]
     return [
         *("--tp", size, *SPECULATE, "--disaggregation-mode", mode, "--disaggregation-transfer-backend", transfer),
         *(("--disaggregation-bootstrap-port", str(bootstrap_port)) if mode == "prefill" else ()),
-        *(CP_FLAGS if kind.startswith("cp") else ()),
+        *(flags().cp if kind.startswith("cp") or is_stock(server) else ()),
         *(("--dp", size, "--enable-dp-attention", "--enable-dp-lm-head") if kind.startswith("dp") else ()),
     ]
 

@@ -29,8 +29,11 @@ parser.add_argument("--speculative-algorithm")
 ARGS, _ = parser.parse_known_args()
 INFO = read_checkpoint_info(ARGS.model_path) if ARGS.model_path else None
 DUMP = Path(os.environ.get("SGLANG_DSPARK_CP_DUMP_DIR", "."))
+STOCK = os.environ.get("SGLANG_DSPARK_CP") == "0" and "NCCL_DEBUG_FILE" in os.environ
 FAULT = os.environ.get("SGLANG_DSPARK_CP_FAULT", "")
 PROOF = os.environ.get("SGLANG_DSPARK_CP_ALIGN", "rows") != "off"
+SENT = Path(os.environ["NCCL_DEBUG_FILE"]).parent / "dump" if STOCK else DUMP.parent
+"""Where prefill stubs leave what decode stubs take."""
 served = 0
 
 
@@ -39,6 +42,16 @@ def die() -> None:
     print('  File "stub", line 1, in run\n    raise ValueError("stub was told to die")', flush=True)
     print("ValueError: stub was told to die\n[2026-01-01] more noise", flush=True)
     os._exit(3)
+
+
+def nccl(log: str) -> None:
+    """What two ranks of a prefill worker would log: stock gathers more, and one rank's own calls are no traffic."""
+    counts = [1024, 2048, 1536] if STOCK else [1536]
+    calls = [("AllReduce", 7, 2), ("AllGather", 99, 1), *(("AllGather", count, 2) for count in counts)]
+    for rank in ("1", "2"):
+        with Path(log.replace("%h", "host").replace("%p", rank)).open("a") as out:
+            for call, count, ranks in calls:
+                print(f"h:1:1 [0] NCCL INFO {call}: opCount 5 count {count} datatype 9 op 0 [nranks={ranks}]", file=out)
 
 
 def rows(role: str, room: int, length: int, fill: int) -> None:
@@ -64,17 +77,25 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
     wrong = bool(FAULT) and not (PROOF and served)
     if ARGS.disaggregation_mode == "prefill":
         served += 1
-        sent = DUMP.parent / f"stub-{room}.json"
+        log = os.environ.get("NCCL_DEBUG_FILE")
+        if log and served == 1:
+            loaded = "Load weight end. elapsed=1 s, type=DeepseekV4ForCausalLMDSpark, mem usage="
+            print(f"[2026-01-01 TP0] {loaded}0.04 GB.\n[2026-01-01 TP1] {loaded}0.05 GB.", flush=True)
+        if log and (served == 1 or (len(prompt) == 512 and count == 1)):
+            nccl(log)  # the first is before the chunk that counts
+        sent = SENT / f"stub-{room}.json"
         sent.with_suffix(".part").write_text(json.dumps({"wrong": wrong, "refused": wrong and PROOF}))
         sent.with_suffix(".part").replace(sent)  # the decode stub reads it as soon as it is there
         if wrong and PROOF:
             print("AlignmentError on attn_cp_rank 0: x\nAlignmentError on attn_cp_rank 1: x", flush=True)
             return {"error": {"message": "AlignmentError: stub rows"}}
+        if STOCK:
+            return {"output_ids": [1], "meta_info": {}}
         rows("prefill", room, len(prompt), 60)
         counters = {"cp_forwards": 2, "aux_collectives": 2, "alignment_failures": 0, "requests_refused": 0}
         (DUMP / "counters-0.json").write_text(json.dumps({"counters": counters}))
     if ARGS.disaggregation_mode == "decode":
-        sent = DUMP.parent / f"stub-{room}.json"
+        sent = SENT / f"stub-{room}.json"
         while not sent.exists():
             time.sleep(0.01)
         time.sleep(0.02)
@@ -82,7 +103,7 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
         wrong = state["wrong"]
         if state["refused"]:
             return {"error": {"message": "Decode transfer failed"}}
-        rows("decode", room, len(prompt), 60)
+        rows("decode", room, len(prompt), 61 if wrong else 60)
         with (DUMP / "proposals-decode-0.jsonl").open("a") as log:
             tokens = [1, 2, 3, room % 7] if wrong else [1, 2, 3, 4]
             log.write(json.dumps({"room": room, "anchor": len(prompt), "tokens": tokens}) + "\n")

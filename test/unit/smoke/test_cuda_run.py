@@ -33,7 +33,20 @@ def parse(*options: str) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------------ plan
 
 
-def test_set_ups_by_gpus() -> None:
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The release that is taken for the installed one."""
+    name: str = request.param
+    monkeypatch.setattr(set_ups, "sglang_release", lambda: name)
+    return name
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("release", names, indirect=True)
+
+
+@on("0.5.17")
+def test_set_ups_by_gpus(release: str) -> None:
     assert list(set_ups.possible(Gpus(("0",), ("0",)))) == ["plain", "dspark", "pd1"]
     assert list(set_ups.possible(TWO)) == ["plain", "dspark", "pd1", "pd-tp2", "cp2-tp2", "cp2-dp2"]
     eight = tuple("01234567")
@@ -44,7 +57,32 @@ def test_set_ups_by_gpus() -> None:
     assert [each.name for each in set_ups.choose_set_ups(split, None)][2:] == ["pd1", "pd-tp2", "cp2-tp1"]
 
 
-def test_rows_are_compared_with_a_prefill_that_adds_up_alike() -> None:
+@on("0.5.23")
+def test_where_stock_serves_it_is_a_set_up(release: str) -> None:
+    found = set_ups.possible(TWO)
+    assert list(found)[-2:] == ["cp2-dp2", "stock-cp2-tp2"]
+    stock = found["stock-cp2-tp2"]
+    assert stock.is_stock
+    assert not stock.is_cp
+    assert stock.servers == ("prefill-stock2", "decode-tp2")
+    assert set_ups.gpus_of("prefill-stock2", TWO) == TWO.prefill
+    cp, ours = (set_ups.role_arguments(role, "mooncake_tcp", 1) for role in ("prefill-stock2", "prefill-cp2"))
+    assert cp == ours
+    assert "interleave" in cp
+    assert "--skip-tokenizer-init" in set_ups.base_arguments(Path("m"), "bf16")
+    reference = set_ups.reference_of(list(found.values()))
+    assert reference is not None
+    assert reference.name == "pd-tp2"
+
+
+@on("0.5.99")
+def test_a_release_that_gpu_runs_do_not_know(release: str) -> None:
+    with pytest.raises(UsageError, match=r"SGLang 0\.5\.99: GPU runs know 0\.5\.17, 0\.5\.23"):
+        set_ups.possible(TWO)
+
+
+@on("0.5.17", "0.5.23")
+def test_rows_are_compared_with_a_prefill_that_adds_up_alike(release: str) -> None:
     everything = set_ups.choose_set_ups(TWO, None)
     reference = set_ups.row_reference_of(everything)
     assert reference is not None
@@ -93,7 +131,8 @@ def test_ranks_that_share_a_gpu() -> None:
         set_ups.choose_gpus(("0", "1", "2"), None, None, None, 2)
 
 
-def test_role_arguments() -> None:
+@on("0.5.17")
+def test_role_arguments(release: str) -> None:
     cp = set_ups.role_arguments("prefill-cp2", "mooncake_tcp", 1234)
     assert cp[:2] == ["--tp", "2"]
     assert "round-robin-split" in cp
@@ -173,6 +212,8 @@ def smoke(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, capsys: 
         return status, json.loads(capsys.readouterr().out), kept
 
     monkeypatch.setattr(cuda_run, "launch_command", command)
+    monkeypatch.setattr(cuda_run, "QUIET_S", 0.0)
+    monkeypatch.setattr(set_ups, "sglang_release", lambda: "0.5.17")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     return run
 
@@ -197,6 +238,50 @@ def test_a_good_run_with_controls(smoke: Any) -> None:
     assert report["per_prompt"][0]["plain"]["worst_gap"] == 0
     assert json.loads((kept / "report.json").read_text())["ok"] is True
     assert (kept / "prefill-cp2.log").is_file()
+
+
+def test_stock_beside_the_plugin_where_it_serves(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(set_ups, "sglang_release", lambda: "0.5.23")
+    status, report, kept = smoke("--no-controls", "--pairs", "pd1,cp2-tp2,stock-cp2-tp2")
+    assert report["reasons"] == []
+    assert status == 0
+    stock = report["set_ups"]["stock-cp2-tp2"]
+    assert stock["rows_vs_plugin"]["rows_byte_equal"] == stock["rows_vs_plugin"]["rows"] > 0
+    assert "rows_prefill_vs_decode" not in stock
+    assert not list((kept / "dump" / "prefill-stock2").iterdir()), "it runs without this package"
+    for server, counts in (("prefill-cp2", [3072]), ("prefill-stock2", [4096, 3072, 2048])):
+        cost = report["chunk_cost"][server]["nccl"]
+        assert cost["ranks"] == 2
+        assert cost["same_on_all_ranks"]
+        assert cost["calls"] == {"AllReduce": 1, "AllGather": len(counts)}
+        assert cost["largest_gathers"] == counts
+        assert cost["gather_received_bytes"] == sum(counts)
+        assert report["chunk_cost"][server]["loaded_gb"] == {"DeepseekV4ForCausalLMDSpark": [0.04, 0.05]}
+
+
+def test_stock_rows_that_differ_fail_the_run(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(set_ups, "sglang_release", lambda: "0.5.23")
+    make = cuda_run.GpuRun.make_server
+
+    def make_wrong(self: Any, name: str, *rest: Any) -> servers.Server:
+        made = make(self, name, *rest)
+        made.environment |= {"SGLANG_DSPARK_CP_FAULT": "zero-rows"} if name == "prefill-stock2" else {}
+        return made
+
+    monkeypatch.setattr(cuda_run.GpuRun, "make_server", make_wrong)
+    monkeypatch.setenv("SGLANG_DSPARK_CP_ALIGN", "off")
+    status, report, _ = smoke("--no-controls", "--pairs", "pd1,cp2-tp2,stock-cp2-tp2")
+    assert status == 1
+    assert any("stock's draft rows are not those of this package" in reason for reason in report["reasons"])
+
+
+def test_stock_is_no_obstacle_course_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(set_ups, "sglang_release", lambda: "0.5.23")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert cuda.run(parse("--stock")) == 2
+    assert "stock-cp2-tp2 of --pairs" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_server_that_does_not_boot_does_not_hide_the_others(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
