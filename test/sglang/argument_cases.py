@@ -1,4 +1,4 @@
-"""What `test_admission` does in a process that pretends to see GPUs: SGLang resolves command lines."""
+"""What the tests of admission do in a process that pretends to see GPUs: SGLang resolves command lines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_dspark_cp.smoke.arguments import Resolver
 from sglang_dspark_cp.smoke.processes import RankConfig
+from sglang_dspark_cp.smoke.release import installed
 
 PRETEND_HIP = "TEST_PRETEND_HIP"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -26,7 +27,7 @@ class Resolved:
     error: str
     """Type and text of what SGLang stopped with, or empty."""
     fields: dict[str, str]
-    """Every dataclass field of the `ServerArgs`, as `repr`; empty after an error."""
+    """Every field of the resolved `ServerArgs`, as `repr`; empty after an error."""
     environment: dict[str, str | None]
     """Environment variables that resolution set or (None) removed."""
     built_modules: bool
@@ -59,9 +60,7 @@ class ManyResolver(Resolver):
             try:
                 os.environ.update(variables)
                 if PRETEND_HIP in variables:
-                    from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import env_gate
-
-                    env_gate.is_hip = lambda: True
+                    _unified_kv_gate().is_hip = lambda: True
                 answer: Any = self._resolve_here(line)
             except BaseException:
                 answer = traceback.format_exc()
@@ -78,7 +77,6 @@ class ManyResolver(Resolver):
 
     def _resolve_here(self, line: list[str]) -> Resolved:
         import torch
-        from sglang.srt.server_args import prepare_server_args
 
         built: list[str] = []
         init = torch.nn.Module.__init__
@@ -92,13 +90,28 @@ class ManyResolver(Resolver):
         error, fields = "", {}
         sys.stderr.flush()
         try:
-            server_args = prepare_server_args(line)
-            fields = {
-                field.name: _ADDRESS.sub("", repr(getattr(server_args, field.name)))
-                for field in dataclasses.fields(server_args)
-            }
+            fields = {name: _ADDRESS.sub("", repr(value)) for name, value in _fields(installed().resolve(line)).items()}
         except (Exception, SystemExit) as refused:
             error = f"{type(refused).__name__}: {refused}"
         names = before.keys() | os.environ.keys()
         changed = {name: os.environ.get(name) for name in names if before.get(name) != os.environ.get(name)}
         return Resolved(error, fields, changed, bool(built))
+
+
+def _fields(server_args: Any) -> dict[str, Any]:
+    """What was resolved. From 0.5.23 on it stands beside the arguments as they were given."""
+    if dataclasses.is_dataclass(server_args):
+        return {field.name: getattr(server_args, field.name) for field in dataclasses.fields(server_args)}
+    from sglang.srt.arg_groups.arg_utils import field_names
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    return {name: getattr(resolved, name) for name in sorted(field_names(type(server_args)))}
+
+
+def _unified_kv_gate() -> Any:
+    try:
+        from sglang.srt.layers.attention.dsv4 import unified_kv_gate as gate
+    except ImportError:  # 0.5.17
+        from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import env_gate as gate
+    return gate

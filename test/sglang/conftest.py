@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
+from sglang_dspark_cp.adapters import REVIEWED
+from sglang_dspark_cp.hooks.check import sglang_release
 from sglang_dspark_cp.smoke.processes import RankConfig, RankPool, RankProcess
+
+HERE = REVIEWED[sglang_release().split("+", 1)[0]]
+OTHERS = [name for name in REVIEWED.values() if name != HERE]
+collect_ignore = [f"test_{what}_{name}.py" for what in ("admission", "forward") for name in OTHERS]
+"""Tests of another release than the installed one: they are run in that release's environment."""
 
 STARTS_WITHIN_S = 120.0
 """The first process waits for the server's import of SGLang."""

@@ -68,7 +68,7 @@ def topology_of(server_args: Any) -> PrefillTopology:
         tp_size=asked.tp_size,
         dp_size=asked.attn_dp_size,
         pp_size=asked.pp_size,
-        attn_cp_size=asked.attn_cp_size,
+        attn_cp_size=server_args.attn_cp_size,  # as it was given: stock replaces another size without a word
         cp_strategy=asked.cp_strategy if asked.enable_prefill_cp else None,
         transfer_backend=asked.disaggregation_transfer_backend,
         dcp_size=asked.dcp_size,
@@ -78,7 +78,6 @@ def topology_of(server_args: Any) -> PrefillTopology:
         pdmux=asked.enable_pdmux,
         two_batch_overlap=asked.enable_two_batch_overlap,
         prefill_graph=asked.cuda_graph_config.prefill.backend != Backend.DISABLED,
-        unified_memory=asked.enable_unified_memory,
     )
 
 
@@ -157,7 +156,7 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
         )
         if state.config.fault is not None:
             logger.warning("sglang-dspark-cp: draft rows are spoilt on purpose: %s", state.config.fault)
-    elif runtime().config.dump_dir is not None:
+    elif runtime().config.dump_dir is not None and not _is_left_to_stock(server_args):
         from .debug_v0_5_23 import install_for
 
         install_for(asked.disaggregation_mode)

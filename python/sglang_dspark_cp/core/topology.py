@@ -29,7 +29,6 @@ class PrefillTopology:
     pdmux: bool = False
     two_batch_overlap: bool = False
     prefill_graph: bool = False
-    unified_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,15 +174,6 @@ def violations(topology: PrefillTopology) -> list[Violation]:
                 "eager prefill, which is SGLang's default for DeepSeek-V4 with context parallelism",
                 "a replayed graph does not run the code that takes up the captured rows",
                 "leave out --cuda-graph-backend-prefill",
-            )
-        )
-    if t.unified_memory:
-        found.append(
-            Violation(
-                "the unified memory pool",
-                "pools of their own",
-                "its locations are virtual, and rows are proved by the locations that they are written to",
-                "leave out --enable-unified-memory",
             )
         )
     return found

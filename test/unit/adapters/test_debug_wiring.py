@@ -193,20 +193,22 @@ def test_debug_hooks_of_a_release(name: str, debug: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "active"),
+    ("model_type", "architecture", "active", "dumps"),
     [
-        ("deepseek_v4", "DeepseekV4ForCausalLM", True),
-        ("deepseek_v41", "DeepseekV4ForCausalLM", False),
-        ("qwen3", "Qwen3ForCausalLM", False),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", True, False),
+        ("deepseek_v41", "DeepseekV4ForCausalLM", False, False),
+        ("qwen3", "Qwen3ForCausalLM", False, True),
     ],
 )
 def test_0_5_23_leaves_other_models_to_stock(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, architecture: str, active: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str, architecture: str, active: bool, dumps: bool
 ) -> None:
-    from sglang_dspark_cp.adapters import v0_5_23
+    from sglang_dspark_cp.adapters import debug_v0_5_23, v0_5_23
 
-    use(monkeypatch, None)
+    use(monkeypatch, tmp_path)
     installed: list[Hook] = []
+    dumping: list[str] = []
+    monkeypatch.setattr(debug_v0_5_23, "install_for", dumping.append)
     monkeypatch.setattr(v0_5_23, "install", installed.extend)
     monkeypatch.setattr(v0_5_23, "cache_setup_of", lambda args: CacheSetup(radix=True, page=256, window=128))
     monkeypatch.setattr(v0_5_23, "_view", lambda args: args)
@@ -215,3 +217,4 @@ def test_0_5_23_leaves_other_models_to_stock(
     args = SimpleNamespace(disaggregation_mode="prefill", attn_cp_size=8)
     v0_5_23.create_worker(lambda algorithm, args: "worker", SimpleNamespace(is_dspark=lambda: True), args)
     assert bool(installed) is active
+    assert bool(dumping) is dumps

@@ -30,6 +30,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "layer split": ({"cache_layer_split": True}, "layers split", "--enable-dsa-cache-layer-split"),
     "pdmux": ({"pdmux": True}, "PD multiplexing", "--enable-pdmux"),
     "two batches": ({"two_batch_overlap": True}, "two-batch overlap", "--enable-two-batch-overlap"),
+    "prefill graph": ({"prefill_graph": True}, "CUDA graph for prefill", "--cuda-graph-backend-prefill"),
 }
 
 
