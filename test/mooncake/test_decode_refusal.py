@@ -149,14 +149,14 @@ def assert_served(answer: tuple[list[tuple[str, str]], dict[str, Any]], componen
 
 
 def assert_refused(answer: tuple[list[tuple[str, str]], dict[str, Any]]) -> str:
-    """Both sides failed at once and nothing arrived; the text on prefill."""
+    """Both sides failed at once and nothing arrived; the texts on prefill (a rank may hear of it from another first)."""
     prefill, seen = answer
     assert [status for status, _ in prefill] == ["Failed"] * len(prefill), prefill
     assert seen["status"] == "Failed"
     assert TOLD in seen["failure"]
     assert seen["seconds"] < 3
     assert all(found == [0xEE] for found in seen["bytes"].values()), seen
-    return prefill[0][1]
+    return "\n".join(text for _, text in prefill)
 
 
 def test_the_hooks_fit_the_installed_release() -> None:
@@ -273,6 +273,22 @@ def test_every_cp_rank_sends(fleet: Fleet) -> None:
     assert_served(fleet.request("all-send", fleet.decode("waits-for-all", ALL)))
     bad = fleet.decode("two-stages-all", ALL, stages=2)
     assert "draft swa x 3 buffers" in assert_refused(fleet.request("all-send", bad))
+
+
+def test_a_decode_that_does_not_know_every_cp_rank(fleet: Fleet) -> None:
+    """The variable is set on prefill only: bounded by SGLang's bootstrap time-out, and said why on both ranks."""
+    short = ALL | {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "1"}
+    fleet.prefill("all-alone", cp_size=2, environment=short, hooks=HOOKS)
+    prefill, seen = fleet.request("all-alone", fleet.decode("knows-rank-0"))
+    assert [status for status, _ in prefill] == ["Failed", "Failed"]
+    assert "timed out" in prefill[1][1]
+    assert "no decode ever registered with attn_cp_rank 1" in prefill[1][1]
+    assert "another CP rank failed this request before anything was sent" in prefill[0][1]
+    for _, text in prefill:
+        assert "set SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER to the same value on both sides" in text
+    assert "no decode ever registered with attn_cp_rank 1" in fleet.log("all-alone", 1)
+    assert (seen["status"], seen["seconds"] < 4) == ("Failed", True), "decode is told, it need not wait"
+    assert_served(fleet.request("all-alone", fleet.decode("waits-for-all", ALL)))
 
 
 def test_a_failed_room_never_becomes_a_success(fleet: Fleet, hooked: str) -> None:

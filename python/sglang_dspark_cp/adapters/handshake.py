@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from ..core import handshake
 from ..hooks.spec import Hook, ReliesOn, Tier
+
+logger = logging.getLogger(__name__)
 
 
 def layout_of(kv_args: Any) -> handshake.Layout:
@@ -37,6 +41,29 @@ def registered_layout(info: Any) -> handshake.Layout:
 def name_of(peer: Any) -> str:
     """A decode rank, for messages."""
     return f"{peer.endpoint}:{peer.dst_port} (session {peer.mooncake_session_id})"
+
+
+def explain_failure(original: Callable[..., None], sender: Any, fail_room: Callable[[Any, int, str], None]) -> None:
+    """Say what a request died of that waited for CP ranks that decode does not know. Raises what stock raises.
+
+    Args:
+        fail_room: (manager, room, text), which also tells decode.
+
+    With `SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER` on this side only, decode registers with CP rank 0 alone: there
+    the request waits for the others, and these wait for decode until SGLang's bootstrap time-out.
+    """
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    if manager.attn_cp_size > 1 and manager.enable_all_cp_ranks_for_transfer and sender.curr_idx == 0:
+        known = manager.failure_records.get(room)
+        if not manager.decode_kv_args_table and known is not None:
+            text = f"{known}; {handshake.no_decode_here(manager.attn_cp_rank)}"
+            logger.error("sglang-dspark-cp: room %d: %s", room, text)
+            manager.record_failure(room, text)
+        elif known is None and manager.request_status.get(room) == KVPoll.WaitingForInput:
+            fail_room(manager, room, handshake.others_without_decode())
+    original(sender)
 
 
 def stages_of(arguments: Any) -> int:

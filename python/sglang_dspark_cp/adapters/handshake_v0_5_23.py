@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core import handshake
-from .handshake import handshake_hook, layout_of, name_of, registered_layout, stages_of
+from .handshake import explain_failure, handshake_hook, layout_of, name_of, registered_layout, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,11 @@ def add_transfer_request(
     return original(manager, bootstrap_room, kv_indices, index_slice, is_last_chunk, **rest)
 
 
+def failure_exception(original: Callable[..., None], sender: Any) -> None:
+    """Name the likely cause where CP ranks wait that decode does not know."""
+    explain_failure(original, sender, fail_room)
+
+
 # ---------------------------------------------------------------------------------------------------------- table
 
 _COMMON = "sglang.srt.disaggregation.common.conn."
@@ -181,6 +186,20 @@ HANDSHAKE_HOOKS = (
                 "MooncakeTransferEngine.batch_transfer_sync",
                 "5ab8f96e66c4",
             ),
+        ),
+    ),
+    handshake_hook(
+        "explain-failure",
+        f"{_COMMON}CommonKVSender.failure_exception",
+        failure_exception,
+        ("self",),
+        "26b583aa4cd6",
+        process="prefill scheduler, once per failed request",
+        why="CP ranks that decode does not know wait until a time-out whose text does not say why",
+        remove_when="SGLang compares SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER of both sides",
+        reads=(
+            (f"{_COMMON}CommonKVSender._check_bootstrap_timeout", "ce33ffd6954c"),
+            (f"{_COMMON}CommonKVSender.poll", "2cfe5ed36fc8"),
         ),
     ),
 )

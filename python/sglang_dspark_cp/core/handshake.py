@@ -142,6 +142,24 @@ def stranger(peer: str) -> str:
     return f"decode {peer} asks for KV and never registered its buffers with this prefill worker; restart the decode"
 
 
+def no_decode_here(cp_rank: int) -> str:
+    """Added to the failure of a request for which no decode came to this CP rank, nor ever one before."""
+    return (
+        f"this prefill worker sends from every CP rank (SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1), and no decode"
+        f" ever registered with attn_cp_rank {cp_rank}. A decode without that variable registers with attn_cp_rank 0"
+        f" only; {SAME_CP_SENDERS}"
+    )
+
+
+def others_without_decode() -> str:
+    """Why a request failed whose decode came to this CP rank, when another rank gave it up before anything was sent."""
+    return (
+        "another CP rank failed this request before anything was sent, while its decode had registered with this one."
+        " This prefill worker sends from every CP rank (SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1): if the other"
+        f" ranks' log says that no decode registered there, {SAME_CP_SENDERS}"
+    )
+
+
 def index_mismatch(
     components: Sequence[Component], ours: Sequence[Sized | None] | None, theirs: Sequence[Sized]
 ) -> str | None:
