@@ -15,6 +15,7 @@ from sglang_dspark_cp.core import reference
 from sglang_dspark_cp.core.draft_prune import DecodeOnly, parameter_bytes
 from sglang_dspark_cp.smoke.processes import RankConfig
 from sglang_dspark_cp.smoke.ranks import join_groups, without_gpu
+from sglang_dspark_cp.smoke.release import installed
 
 PAGE = 256
 
@@ -23,20 +24,14 @@ class DraftRank:
     """A prefill rank without hooks until `hook` is called."""
 
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
-        from sglang.srt import runtime_context
-        from sglang.srt.layers.moe.utils import initialize_moe_config
         from sglang.srt.plugins import load_plugins
 
         options = config.options
         self.server_args = pickle.loads(options["server_args"])
         load_plugins()
         without_gpu()
-        runtime_context.publish(self.server_args, role="scheduler")
-        self.server_args.__dict__["device"] = "cpu"
-        runtime_context.get_context().config_bag("device")._set("device", "cpu")
-        cp_size = options["cp_size"]
-        join_groups(cp_size, config.rank, options["port"], dp_size=1, cp_size=self.server_args.attn_cp_size)
-        initialize_moe_config(self.server_args)
+        installed().publish_prefill(self.server_args, config.rank)
+        join_groups(options["cp_size"], config.rank, options["port"], dp_size=1, cp_size=options["cp_size"])
         self.opened: list[str] = []
         self.draft: Any = None
 
@@ -44,10 +39,10 @@ class DraftRank:
         """Install the worker hooks; their ids."""
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-        from sglang_dspark_cp.hooks import install
+        from sglang_dspark_cp.hooks.install import installed as hooks
 
         SpeculativeAlgorithm.DSPARK.create_worker(self.server_args)
-        return sorted(install.installed)
+        return sorted(hooks)
 
     def load(self, folder: str | None = None) -> dict[str, Any]:
         """Build and load the draft with SGLang's own loader; what it holds, and which files were opened."""
@@ -101,7 +96,7 @@ class DraftRank:
             main_hidden=hidden,
             swa_loc=slots,
             positions=torch.arange(300, 300 + tokens),
-            pool=SimpleNamespace(set_swa_key_buffer_radix_fused_norm_rope=write),
+            pool=SimpleNamespace(set_swa_key_buffer_radix_fused_norm_rope=write, uniform_fp8=False),
         )
         assert pages.any()
         return pages.numpy().tobytes()
