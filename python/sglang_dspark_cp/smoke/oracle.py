@@ -79,7 +79,7 @@ def first_tokens(tokens: list[int], target: TargetWeights, lm_head: torch.Tensor
     last = len(tokens) - 1
     hidden = aux_hidden(tokens, range(last, last + 1), target)[0, -g.HIDDEN :]  # the last layer is a captured one
     logits = lm_head.double() @ hidden
-    return set((logits >= logits.max() * (1 - 2.0**-6)).nonzero().flatten().tolist())
+    return set((logits >= logits.max() * (1 - 2.0**-7)).nonzero().flatten().tolist())
 
 
 def _rotate(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

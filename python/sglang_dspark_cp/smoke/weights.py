@@ -34,7 +34,8 @@ def target_weights(seed: int = 0) -> TargetWeights:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
-    gain = torch.tensor([[0.5, 1.0, 0.25, -0.5], [1.0, 0.5, 0.5, -1.0], [-0.5, 1.0, 0.5, 0.25], [0.5, 0.5, -1.0, 1.0]])
+    # One stream grows, so that what comes out depends on the token as much as on its position.
+    gain = torch.tensor([[0.5, 2.0, 0.25, -0.5], [1.0, 2.0, 0.5, -1.0], [-0.5, 1.0, 0.5, 0.25], [0.5, 2.0, -1.0, 1.0]])
     return TargetWeights(
         embedding=normal(g.VOCAB, g.HIDDEN),
         gain=gain,
