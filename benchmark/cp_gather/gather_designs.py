@@ -24,7 +24,7 @@ from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import ArrivedRows, gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
 from sglang_dspark_cp.core.layout import SendPlan, rows_per_rank, send_all, send_last, shard
-from sglang_dspark_cp.core.pack import PackedRows
+from sglang_dspark_cp.core.pack import Address, PackedRows
 from sglang_dspark_cp.core.project import pack_context, pack_kv
 from sglang_dspark_cp.core.window import kept_rows, send_kept
 
@@ -167,10 +167,8 @@ class Projection:
     def kv(self, context: torch.Tensor) -> Sequence[torch.Tensor]:
         """[N, H] -> S x [N, D]."""
         context = context.contiguous()
-        if self._exact:
-            whole = (context.double() @ self.wkv.double().T).bfloat16()
-        else:
-            whole = F.linear(context, self.wkv)
+        exact = self._exact
+        whole = (context.double() @ self.wkv.double().T).bfloat16() if exact else F.linear(context, self.wkv)
         return whole.split(reference.ROW_WIDTH, dim=1)
 
 
@@ -362,7 +360,7 @@ def _stock_packed() -> list[Step]:
 
 def _of_requests(tail: torch.Tensor, plan: SendPlan, hidden: int) -> torch.Tensor:
     """Tails [C, >= K * H] -> the head rows of all requests in their order, [requests, H]."""
-    return tail[:, : plan.rows * hidden].reshape(-1, hidden).index_select(0, plan.arrival_on(tail.device))
+    return tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))[plan.arrival_on(tail.device)]
 
 
 def _plugin(design: DesignInfo) -> list[Step]:
@@ -396,15 +394,17 @@ def _plugin(design: DesignInfo) -> list[Step]:
     def wire(rank: Rank, state: State) -> None:
         pack = pack_context if design.id == "context" else pack_kv
         tail = state["heads"].rows * rank.shape.hidden
-        state["packed"] = pack(rank.projection, state["capture"].packed, addressed=design.proved, tail=tail)
+        positions = state["capture"].positions
+        address = Address(positions, rank.local_loc, state["select"]) if design.proved else None
+        captured = state["capture"].packed
+        state["packed"] = pack(rank.projection, captured, addressed=design.proved, tail=tail, address=address)
 
     def packed_of(state: State) -> PackedRows:
         found: PackedRows = state["packed"] if projected else state["capture"].packed
         return found
 
     def address(rank: Rank, state: State) -> None:
-        if design.proved:
-            packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
+        packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
         rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
@@ -449,12 +449,13 @@ def _plugin(design: DesignInfo) -> list[Step]:
     before: list[Step] = [("plan", plan), ("mean", mean)]
     if projected:
         before.append(("project", wire))
+    else:
+        before.append(("proof", address))
     after: list[Step] = [("proof", prove)]
     if design.id in ("packed", "context"):
         after.append(("project", project_rest))
     return [
         *before,
-        ("proof", address),
         ("head", local_head),
         ("gather", gather),
         ("head", head),

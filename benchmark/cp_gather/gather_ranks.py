@@ -441,11 +441,18 @@ def kernel_times(crew: Crew, shape: Shape, sets: Sequence[Inputs]) -> dict[str, 
     def write(form: Callable[..., None]) -> Callable[[int], None]:
         return lambda _: form(address[: shape.rows], local, local)
 
+    kv = torch.empty(shape.rows, width, device=device, dtype=torch.bfloat16)
+    packed = wire.view(torch.bfloat16)[: shape.rows, :width]
+
+    def fill(form: Callable[..., None]) -> Callable[[int], None]:
+        return lambda _: form(packed, address[: shape.rows], kv, local, local)
+
     def place(form: Callable[..., Any]) -> Callable[[int], Any]:
         return lambda _: form(every, every, every, order=order, address=address)
 
     passes = {
         "mean": (mean(rows.mean_streams), mean(rows.mean_streams_torch)),
+        "fill": (fill(rows.fill_rows), fill(rows.fill_rows_torch)),
         "addresses": (write(rows.write_addresses), write(rows.write_addresses_torch)),
         "place": (place(rows.place), place(rows.place_torch)),
     }

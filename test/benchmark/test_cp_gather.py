@@ -285,7 +285,7 @@ def test_the_emulated_link_brings_every_ranks_rows(emulated: dict[str, Any]) -> 
 
 def test_proof_and_kernels_have_figures_of_their_own(emulated: dict[str, Any]) -> None:
     kernels = [cell["kernels"] for cell in emulated["cells"] if "kernels" in cell]
-    assert [set(each) for each in kernels] == [{"mean", "addresses", "place"}] * 2
+    assert [set(each) for each in kernels] == [{"mean", "fill", "addresses", "place"}] * 2
     assert all(each["of_torch"] > 0 for passes in kernels for each in passes.values())
     by_name = {(cell["tokens"], cell["design"]): cell for cell in emulated["cells"]}
     for tokens in (67, 300):

@@ -20,7 +20,7 @@ from ..config import Fault, GatherMode
 from ..core.gather import ArrivedRows, gather_rows
 from ..core.inject import BatchProof, GatherSpan
 from ..core.layout import SendPlan, rows_per_rank, send_all, send_last, shard
-from ..core.pack import PackedRows
+from ..core.pack import Address, PackedRows
 from ..core.project import pack_context, pack_kv
 from ..core.rows import Placed
 from ..core.window import send_kept
@@ -68,7 +68,7 @@ class Heads:
 
     def of_requests(self, tail: torch.Tensor, hidden: int) -> torch.Tensor:
         """Gathered rows [C, >= K * H] -> [requests, H], in the order of the requests."""
-        rows = tail[:, : self.plan.rows * hidden].reshape(-1, hidden)
+        rows = tail[:, : self.plan.rows * hidden].unflatten(1, (self.plan.rows, hidden))
         return rows[self.plan.arrival_on(rows.device)]
 
 
@@ -172,9 +172,8 @@ def exchange(
     from sglang.srt.layers.dp_attention import attn_cp_all_gather_into_tensor
 
     state, proof, heads = part.state, part.proof, part.heads
-    packed = _wire_rows(part, captured)
-    if state.addressed:
-        _write_address(packed, part, positions, shard(out_cache_loc, part.cp_size, part.cp_rank), missing)
+    address = _address(part, positions, shard(out_cache_loc, part.cp_size, part.cp_rank), missing)
+    packed = _wire_rows(part, captured, address)
     if heads is not None:
         assert head_rows is not None
         packed.write_tail(head_rows)
@@ -202,25 +201,32 @@ def _timed(span: GatherSpan, gather: Callable[[Any, Any], None], output: torch.T
     span.mark()
 
 
-def _wire_rows(part: Shard, captured: PackedRows) -> PackedRows:
+def _wire_rows(part: Shard, captured: PackedRows, address: Address | None) -> PackedRows:
     state = part.state
-    if not part.projected:
-        return captured
-    pack = pack_context if state.mode is GatherMode.CONTEXT else pack_kv
-    return pack(DraftProjection(state.draft), captured, addressed=state.addressed, tail=part.tail)
-
-
-def _write_address(
-    packed: PackedRows, part: Shard, positions: torch.Tensor | None, local_loc: torch.Tensor, missing: int
-) -> None:
-    """positions [>= P], local_loc [P], or one less on a rank with a row of padding, which gets an address of zeros."""
-    if missing or positions is None or positions.shape[0] < part.rows:
+    packed = captured
+    if part.projected:
+        pack = pack_context if state.mode is GatherMode.CONTEXT else pack_kv
+        projection = DraftProjection(state.draft)
+        packed = pack(projection, captured, addressed=state.addressed, tail=part.tail, address=address)
+    elif address is not None:
+        packed.write_address(address.positions, address.cache_loc, address.select)
+    if state.addressed and address is None:
         packed.forget_address()
-        return
+    return packed
+
+
+def _address(part: Shard, positions: torch.Tensor | None, local_loc: torch.Tensor, missing: int) -> Address | None:
+    """positions [>= P], local_loc [P], or one less on a rank with a row of padding, which gets an address of zeros.
+
+    Returns:
+        None if rows carry no address, or theirs is not known.
+    """
+    if not part.state.addressed or missing or positions is None or positions.shape[0] < part.rows:
+        return None
     padding = part.rows - local_loc.shape[0]
     if padding:
         local_loc = torch.nn.functional.pad(local_loc, (0, padding))
-    packed.write_address(positions[: part.rows], local_loc, part.select)
+    return Address(positions[: part.rows], local_loc, part.select)
 
 
 def _count(part: Shard, arrived: ArrivedRows) -> None:

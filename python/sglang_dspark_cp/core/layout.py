@@ -90,8 +90,8 @@ class SendPlan:
         """`local` on a device."""
         return None if self.local is None else _local_on(self, device)
 
-    def arrival_on(self, device: torch.device) -> torch.Tensor:
-        """Where each sent row arrives, [sent] int64 on a device, in the order of the global rows."""
+    def arrival_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rank and row there of each sent row, twice [sent] int64 on a device, in the order of the global rows."""
         return _arrival_on(self, device)
 
 
@@ -107,9 +107,10 @@ def _local_on(plan: SendPlan, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=PLANS)
-def _arrival_on(plan: SendPlan, device: torch.device) -> torch.Tensor:
+def _arrival_on(plan: SendPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     arrived = (plan.order >= 0).nonzero().flatten()
-    return to_device(arrived[plan.order[arrived].argsort()], device)
+    arrived = arrived[plan.order[arrived].argsort()]
+    return to_device(arrived // plan.rows, device), to_device(arrived % plan.rows, device)
 
 
 @functools.lru_cache(maxsize=PLANS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import write_addresses
+from .rows import fill_rows, write_addresses
 
 ADDRESS_WORDS = 2
 ADDRESS_BYTES = ADDRESS_WORDS * 8
@@ -64,6 +64,20 @@ class RowFormat:
         return self.width * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where a rank's rows belong.
+
+    Attributes:
+        positions, cache_loc: [P], any integer dtype.
+        select: [rows] int64, which of the P are those of the rows; None: all of them.
+    """
+
+    positions: torch.Tensor
+    cache_loc: torch.Tensor
+    select: torch.Tensor | None = None
+
+
 class PackedRows:
     """The rows of one rank: buffer [rows + tail rows, width]. Each slot is written in place, nothing is concatenated.
 
@@ -108,12 +122,15 @@ class PackedRows:
     def write_address(
         self, positions: torch.Tensor, cache_loc: torch.Tensor, select: torch.Tensor | None = None
     ) -> None:
-        """Store the address of each row: positions [P] and cache_loc [P], any integer dtype.
-
-        Args:
-            select: [rows] int64, which of the P are those of the rows; None: all of them.
-        """
+        """Store the address of each row; arguments as in `Address`."""
         write_addresses(self.address(), positions, cache_loc, select)
+
+    def fill(self, rows: torch.Tensor, address: Address | None) -> None:
+        """Store rows [rows, payload], and their address if it is given, in one pass."""
+        if address is None:
+            self.payload().copy_(rows)
+        else:
+            fill_rows(self.payload(), self.address(), rows, address.positions, address.cache_loc, address.select)
 
     def forget_address(self) -> None:
         """Mark every row as having no provable address."""

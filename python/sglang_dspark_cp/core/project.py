@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from .pack import PackedRows, RowFormat
+from .pack import Address, PackedRows, RowFormat
 
 
 class Projection(Protocol):
@@ -28,26 +28,32 @@ class Projection(Protocol):
         ...
 
 
-def pack_context(projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0) -> PackedRows:
-    """Wire rows [N, H] of captured rows; the address is still to be written."""
-    return _pack([projection.context(captured.payload())], addressed, tail)
+def pack_context(
+    projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0, address: Address | None = None
+) -> PackedRows:
+    """Wire rows [N, H] of captured rows; the address is still to be written if it is not given."""
+    return _pack([projection.context(captured.payload())], addressed, tail, address)
 
 
-def pack_kv(projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0) -> PackedRows:
-    """Wire rows [N, S * D] of captured rows; the address is still to be written."""
-    return _pack(projection.kv(projection.context(captured.payload())), addressed, tail)
+def pack_kv(
+    projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0, address: Address | None = None
+) -> PackedRows:
+    """Wire rows [N, S * D] of captured rows; the address is still to be written if it is not given."""
+    return _pack(projection.kv(projection.context(captured.payload())), addressed, tail, address)
 
 
-def _pack(parts: Sequence[torch.Tensor], addressed: bool, tail: int) -> PackedRows:
+def _pack(parts: Sequence[torch.Tensor], addressed: bool, tail: int, address: Address | None) -> PackedRows:
     first = parts[0]
     row_format = RowFormat(len(parts), first.shape[1], first.dtype, addressed)
     packed = PackedRows(row_format, first.shape[0], first.device, tail)
     whole = _side_by_side(parts)
     if whole is not None:
-        packed.payload().copy_(whole)
+        packed.fill(whole, address)
         return packed
     for index, part in enumerate(parts):
         packed.slot(index).copy_(part)
+    if address is not None:
+        packed.write_address(address.positions, address.cache_loc, address.select)
     return packed
 
 

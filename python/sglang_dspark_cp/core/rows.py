@@ -1,7 +1,8 @@
-"""The three passes over rows of a forward, each in two forms: one Triton kernel on a GPU, plain torch elsewhere.
+"""The passes over rows of a forward, each in two forms: one Triton kernel on a GPU, plain torch elsewhere.
 
     mean_streams     residual streams of a captured layer -> their mean, in the packed buffer's slot
-    write_addresses  position and cache location of each row -> behind the row
+    fill_rows        projected rows -> the wire's buffer, each with its position and cache location behind it
+    write_addresses  the address alone, where rows were captured in place
     place            arrived rows -> where each is written, and what the alignment proof found
 
 The torch form is the definition; the kernels give the same bits (`test/unit/core/test_rows.py` in Triton's interpreter,
@@ -97,6 +98,39 @@ def write_addresses_torch(
     """`write_addresses` in plain torch, on any device."""
     words[:, 0] = positions if select is None else positions[select]
     words[:, 1] = cache_loc if select is None else cache_loc[select]
+
+
+def fill_rows(
+    target: torch.Tensor,
+    words: torch.Tensor,
+    source: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc: torch.Tensor,
+    select: torch.Tensor | None = None,
+) -> None:
+    """Copy rows into the wire's buffer and store their addresses.
+
+    Args:
+        target: [N, width] of the buffer, any row stride.
+        words, positions, cache_loc, select: see `write_addresses`.
+        source: [N, width], any row stride.
+    """
+    kernels = _kernels(target)
+    run = fill_rows_torch if kernels is None else kernels.fill_rows
+    run(target, words, source, positions, cache_loc, select)
+
+
+def fill_rows_torch(
+    target: torch.Tensor,
+    words: torch.Tensor,
+    source: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc: torch.Tensor,
+    select: torch.Tensor | None = None,
+) -> None:
+    """`fill_rows` in plain torch, on any device."""
+    target.copy_(source)
+    write_addresses_torch(words, positions, cache_loc, select)
 
 
 def place(

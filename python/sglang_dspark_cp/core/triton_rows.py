@@ -1,6 +1,8 @@
 """Triton kernels of `core.rows`; see there for arguments. Imported only where rows are on a GPU.
 
-Counts of a batch are not specialised on: one compilation serves every batch of a model.
+Counts of a batch are not specialised on: one compilation serves every batch of a model. Row strides of the wire are
+known at compile time: a row with its address is a multiple of 16 bytes, not of 32, and all that Triton can tell of a
+number at run time is whether 16 divides it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ def _mean_streams(  # type: ignore[no-untyped-def]
     stream_stride,
     select,
     slot,
-    slot_stride,
     delivered,
+    SLOT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     STREAMS: tl.constexpr,
     SELECT: tl.constexpr,
@@ -42,7 +44,7 @@ def _mean_streams(  # type: ignore[no-untyped-def]
     for stream in tl.static_range(1, STREAMS):
         total += tl.load(start + stream * stream_stride, mask=inside, other=0.0).to(tl.float32)
     mean = (total * (1.0 / STREAMS)).to(slot.dtype.element_ty)
-    tl.store(slot + row * slot_stride + column, mean, mask=inside)
+    tl.store(slot + row * SLOT_STRIDE + column, mean, mask=inside)
 
 
 def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor | None = None) -> None:
@@ -56,8 +58,8 @@ def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor
         streams.stride(1),
         streams if select is None else select,
         slot,
-        slot.stride(0),
         streams.shape[0],
+        SLOT_STRIDE=slot.stride(0),
         HIDDEN=hidden,
         STREAMS=streams.shape[1],
         SELECT=select is not None,
@@ -107,6 +109,66 @@ def write_addresses(
         rows,
         SELECT=select is not None,
         BLOCK=ROWS,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fill_rows(  # type: ignore[no-untyped-def]
+    target,
+    source,
+    source_stride,
+    words,
+    positions,
+    position_stride,
+    cache_loc,
+    location_stride,
+    select,
+    TARGET_STRIDE: tl.constexpr,
+    WORD_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SELECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(source + row * source_stride + column, mask=inside)
+    tl.store(target + row * TARGET_STRIDE + column, values, mask=inside)
+    if tl.program_id(1) == 0:
+        of = row
+        if SELECT:
+            of = tl.load(select + row)
+        tl.store(words + row * WORD_STRIDE, tl.load(positions + of * position_stride).to(tl.int64))
+        tl.store(words + row * WORD_STRIDE + 1, tl.load(cache_loc + of * location_stride).to(tl.int64))
+
+
+def fill_rows(
+    target: torch.Tensor,
+    words: torch.Tensor,
+    source: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc: torch.Tensor,
+    select: torch.Tensor | None = None,
+) -> None:
+    """See `rows.fill_rows`."""
+    rows, width = target.shape
+    if not rows:
+        return
+    _fill_rows[(rows, triton.cdiv(width, COLUMNS))](
+        target,
+        source,
+        source.stride(0),
+        words,
+        positions,
+        positions.stride(0),
+        cache_loc,
+        cache_loc.stride(0),
+        positions if select is None else select,
+        TARGET_STRIDE=target.stride(0),
+        WORD_STRIDE=words.stride(0),
+        WIDTH=width,
+        SELECT=select is not None,
+        BLOCK=COLUMNS,
     )
 
 

@@ -74,7 +74,7 @@ def test_the_last_row_of_each_request(cp_size: int) -> None:
         mine = [row for row in (2, 3, 7) if row % cp_size == rank]
         assert [local * cp_size + rank for local in plan.local.tolist()[: len(mine)]] == mine
         arrival = plan.arrival_on(torch.device("cpu"))
-        assert plan.order[arrival].tolist() == [2, 3, 7]
+        assert plan.order.view(cp_size, plan.rows)[arrival].tolist() == [2, 3, 7]
 
 
 def test_plans_of_one_shape_are_one_object() -> None:

@@ -12,6 +12,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sglang_dspark_cp.core.pack import Address
+from sglang_dspark_cp.core.project import _pack, _side_by_side
 from sglang_dspark_cp.core.rows import NOWHERE, digest, mean_streams, place, write_addresses
 
 torch.set_num_threads(1)
@@ -82,6 +84,29 @@ def test_means_of_selected_rows_do_not_read_beyond_the_end() -> None:
     slot = torch.zeros(4, 20)[:, 4:12]
     mean_streams(streams, slot, torch.tensor([0, 2, 5, 1]))
     assert torch.equal(slot, streams.mean(dim=1)[[0, 2, 2, 1]])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_projected_rows_and_their_addresses_reach_the_wire(together: bool) -> None:
+    whole = torch.randn(3, 12)
+    parts = whole.split(4, dim=1) if together else [part.clone() for part in whole.split(4, dim=1)]
+    assert (_side_by_side(parts) is not None) == together
+    packed = _pack(parts, True, 0, Address(torch.arange(5), torch.arange(50, 55), torch.tensor([4, 0, 1])))
+    assert torch.equal(packed.payload(), whole)
+    assert packed.address().tolist() == [[4, 54], [0, 50], [1, 51]]
+    assert torch.equal(_pack(parts, False, 0, None).payload(), whole)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        torch.randn(3, 8).split(4, dim=1)[::-1],
+        [torch.randn(3, 4)] * 2,
+        torch.randn(4, 6).T.split(2, dim=1),
+    ],
+)
+def test_parts_that_are_no_columns_of_one_tensor(parts: list[torch.Tensor]) -> None:
+    assert _side_by_side(parts) is None
 
 
 def test_addresses_of_selected_rows() -> None:

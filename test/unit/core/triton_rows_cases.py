@@ -74,6 +74,14 @@ def addresses() -> Iterator[tuple[str, bool]]:
         wanted = torch.full_like(wire, -5)
         wanted[:, 7] = positions[:count] if select is None else positions[select]
         wanted[:, 8] = cache_loc[:count] if select is None else cache_loc[select]
+        wide = torch.full((count, 5000), -5, dtype=DTYPE, device=DEVICE)
+        source = torch.randn(count, 2000, generator=GENERATOR).to(DEVICE, DTYPE)[:, :1541]
+        again = torch.full_like(wire, -5)
+        triton_rows.fill_rows(wide[:, 8:1549], again[:, 7:9], source, *whole, select)
+        filled = torch.full_like(wide, -5)
+        filled[:, 8:1549] = source
+        same = torch.equal(again, wanted) and torch.equal(wide, filled)
+        yield f"fill {count} {kind} {chosen}", same
         yield f"addresses {count} {kind} {chosen}", torch.equal(wire, wanted)
 
 
