@@ -1,4 +1,4 @@
-"""The hooked `DeepseekV4Model.forward` on real gloo groups, next to stock's own forward on the same tokens."""
+"""The hooked end of a CP forward on real gloo groups, inside SGLang's own runner step, next to stock's."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from forward_cases import Forward
+from forward_cases_v0_5_23 import Forward
+from forward_shapes import AUX_WIDTH, BATCHES, MODES, ROW_BYTES, reachable, wire_bytes
 
 from conftest import Spawn
+from sglang_dspark_cp.core.align import HOST_WORDS, HostCounts
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke.arguments import prefill_arguments, write_model_folder
 from sglang_dspark_cp.smoke.processes import RankPool, RankProcess, free_ports
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
-AUX_WIDTH = len(g.CAPTURED_LAYERS) * g.HIDDEN
 Ranks = dict[int, list[RankProcess]]
-
-BATCHES = [
-    ([8], [0]),
-    ([13], [0]),
-    ([3, 4, 9], [0, 0, 0]),
-    ([1] * 9, [0] * 9),
-    ([257, 31], [0, 512]),
-    ([3670], [1]),
-    ([1, 1, 5], [256, 511, 3]),
-]
+STOCK_WIDTHS = (g.HIDDEN, g.STREAMS * g.HIDDEN, AUX_WIDTH)
+"""Elements per row of stock's three gathers: after the norm, the streams before the head, the captured layers."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +34,11 @@ def ranks(pool: RankPool, spawn: Spawn, tmp_path_factory: pytest.TempPathFactory
     environment = {**ours, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
     for cp_size in (2, 4):
         resolver.start("resolve", prefill_arguments(model, cp_size, 8192, 8998))
-        (server_args,) = pool.collect([resolver], 60.0)
+        (server_args,) = pool.collect([resolver], 90.0)
         assert isinstance(server_args, bytes), server_args
         (port,) = free_ports(1)
-        groups[cp_size] = spawn(
-            "forward_cases:ForwardRank", cp_size, environment, cp_size=cp_size, server_args=server_args, port=port
-        )
+        factory = "forward_cases_v0_5_23:ForwardRank"
+        groups[cp_size] = spawn(factory, cp_size, environment, cp_size=cp_size, server_args=server_args, port=port)
         started += groups[cp_size]
     yield groups
     for rank in started:
@@ -58,39 +50,12 @@ def ask(pool: RankPool, ranks: list[RankProcess], method: str, *arguments: Any) 
     """The same call on every rank."""
     for rank in ranks:
         rank.start(method, *arguments)
-    return pool.collect(ranks, 30.0)
+    return pool.collect(ranks, 60.0)
 
 
-MODES = ["packed", "context", "kv", "window"]
-ROW_BYTES = {
-    "packed": AUX_WIDTH * 2 + 16,
-    "context": g.HIDDEN * 2 + 16,
-    "kv": g.STAGES * g.ROW * 2 + 16,
-    "window": g.STAGES * g.ROW * 2 + 16,
-}
-
-
-def reachable(extend: list[int], prefix: list[int]) -> list[int]:
-    """Rows that the draft can read: the last W of a chunk, and the last W before each page boundary."""
-    found, row = [], 0
-    for length, start in zip(extend, prefix, strict=True):
-        for position in range(start, start + length):
-            if position >= start + length - g.WINDOW or position % g.PAGE >= g.PAGE - g.WINDOW:
-                found.append(row)
-            row += 1
-    return found
-
-
-def wire_bytes(which: list[int], extend: list[int], cp_size: int, mode: str) -> int:
-    """Bytes that each rank gives to the one gather: the busiest rank's rows, and the rows for the LM head behind."""
-
-    def busiest(rows: list[int]) -> int:
-        return max(sum(row % cp_size == rank for row in rows) for rank in range(cp_size))
-
-    rows = -(-sum(extend) // cp_size) if mode != "window" else busiest(which)
-    last = [sum(extend[: index + 1]) - 1 for index in range(len(extend))]
-    tail = -(-busiest(last) * g.HIDDEN * 2 // ROW_BYTES[mode])
-    return (rows + tail) * ROW_BYTES[mode]
+def physical_rows(tokens: int, cp_size: int) -> int:
+    """Rows of every rank in this release: a multiple of C."""
+    return -(-tokens // cp_size**2) * cp_size
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
@@ -103,34 +68,30 @@ def test_rows_equal_stock_without_cp(pool: RankPool, ranks: Ranks, cp_size: int,
         by_rank: list[Forward] = ask(pool, ranks[cp_size], "forward", extend, prefix, fused, mode)
         for seen in by_rank:
             assert seen.which == wanted
-            assert seen.rows is not None
             assert torch.equal(seen.rows, seen.expected[wanted])
             assert seen.through == (tokens, 1)
-            assert seen.last_equal
+            assert seen.logits_equal
+            assert seen.logits == (len(extend), g.VOCAB)
             assert seen.heads == len(extend)
             assert seen.addresses_right
-            assert seen.capture_restored
-            # Stock gathers all streams before the head; here one gather brings rows, addresses and heads.
-            rows = -(-tokens // cp_size)
-            assert seen.stock_collectives == [rows * g.STREAMS * g.HIDDEN * 2]
+            # One gather brings rows, addresses and heads, in place of stock's three.
             assert seen.collectives == [wire_bytes(wanted, extend, cp_size, mode)]
+            physical = physical_rows(tokens, cp_size)
+            assert seen.stock_collectives == [physical * width * 2 for width in STOCK_WIDTHS]
+            assert seen.left == ((), None)
         assert by_rank[0].expected.ne(0).any()
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_all_rows_before_the_head_where_logprobs_are_wanted(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
+    physical = physical_rows(18, cp_size)
     for seen in ask(pool, ranks[cp_size], "forward", [13, 5], [0, 0], True, "kv", True):
-        assert seen.last_equal
-        assert seen.heads == -(-18 // cp_size) * cp_size
-        rows = -(-18 // cp_size)
-        assert seen.collectives == [rows * g.STREAMS * g.HIDDEN * 2, rows * ROW_BYTES["kv"]]
+        assert seen.logits_equal
+        assert seen.heads == 18
+        # Behind the one gather stock's of the rows after the norm stays; its streams before the head do not travel.
+        assert seen.collectives == [-(-18 // cp_size) * ROW_BYTES["kv"], physical * g.HIDDEN * 2]
         assert torch.equal(seen.rows, seen.expected)
-
-
-def test_the_logits_processor_picks_the_same_rows(pool: RankPool, ranks: Ranks) -> None:
-    for extend in ([13], [3, 4, 9], [1] * 9):
-        for ours, stock in ask(pool, ranks[2], "logits_rows", extend):
-            assert ours == stock
+        assert seen.left == ((), None)
 
 
 def test_counters_follow(pool: RankPool, ranks: Ranks) -> None:
@@ -155,34 +116,35 @@ def test_counters_follow(pool: RankPool, ranks: Ranks) -> None:
 def test_fewer_tokens_than_ranks(
     pool: RankPool, ranks: Ranks, extend: list[int], prefix: list[int], fused: bool
 ) -> None:
-    for seen in ask(pool, ranks[4], "forward", extend, prefix, fused):
-        assert seen.collectives == []
+    for seen in ask(pool, ranks[4], "forward", extend, prefix, fused, "window"):
+        assert seen.collectives == seen.stock_collectives == []
         assert seen.through == (sum(extend), AUX_WIDTH)
         assert torch.equal(seen.rows, seen.expected)
-        assert seen.last_equal
-        assert seen.capture_restored
+        assert seen.logits_equal
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_a_forward_that_raises_leaves_nothing_behind(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
-    for error, restored, hooks_left in ask(pool, ranks[cp_size], "fail_in_a_layer"):
+    for error, whole in ask(pool, ranks[cp_size], "fail_in_a_layer"):
         assert "NoneType" in error
-        assert restored
-        assert hooks_left == 0
+        assert whole
     for seen in ask(pool, ranks[cp_size], "forward", [13], [0], False):
         assert torch.equal(seen.rows, seen.expected)
 
 
+@pytest.mark.parametrize("kind", ["drop-row", "swap-rows", "zero-rows"])
+def test_a_spoilt_shard_is_noticed_by_every_rank(pool: RankPool, ranks: Ranks, kind: str) -> None:
+    for rank, words in enumerate(ask(pool, ranks[2], "faulty", kind)):
+        counts = HostCounts(*words[:HOST_WORDS])
+        assert counts.missing_rows == (1 if kind == "drop-row" and rank == 1 else 0)
+        assert counts.hidden_rows == counts.positions == counts.expected_rows == 13
+        bad_positions, bad_locations = words[HOST_WORDS : HOST_WORDS + 2]
+        assert bad_positions == bad_locations == 6, "rank 1 owns six of the thirteen rows"
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_stock_does_not_capture_under_cp(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
-    for error in ask(pool, ranks[cp_size], "stock_capture_under_cp"):
-        assert error.startswith("NotImplementedError: DSpark aux hidden-state capture is not supported together with")
-
-
-@pytest.mark.compat
-def test_stock_wants_as_many_markov_shards_as_attention_tp(pool: RankPool, ranks: Ranks) -> None:
-    for error in ask(pool, ranks[2], "markov_shard", 8):
-        assert error.startswith("ValueError: DSpark markov_w2 TP-shard needs the attn-TP group")
-        assert "attn_tp_size=1 vs lm_head tp_size=8" in error
-    assert ask(pool, ranks[2], "markov_shard", 1) == ["", ""]
+def test_stock_gathers_every_row_three_times(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
+    for seen in ask(pool, ranks[cp_size], "forward", [13], [0], True):
+        assert torch.equal(seen.stock_rows, seen.expected), "stock's rows under CP are those without"
+        assert seen.stock_collectives == [physical_rows(13, cp_size) * width * 2 for width in STOCK_WIDTHS]

@@ -1,4 +1,4 @@
-"""What `test_forward` does inside gloo ranks: SGLang's own `DeepseekV4Model.forward` over small layers."""
+"""What `test_forward_v0_5_17` does inside gloo ranks: SGLang's own `DeepseekV4Model.forward` over small layers."""
 
 from __future__ import annotations
 
