@@ -93,6 +93,13 @@ class RadixRank:
             self._request([*trunk[:shared], *(10_000 + number * 1000 + i for i in range(own))], rng, page, seen)
         return seen
 
+    def _locations(self, found: Any) -> torch.Tensor:
+        """Cache locations of a matched prefix; from 0.5.23 on a match says where its path ends."""
+        if hasattr(found, "device_indices"):
+            return found.device_indices  # type: ignore[no-any-return]
+        located: torch.Tensor = self.cache.path_device_indices(found.last_device_node)[: found.device_prefix_len]
+        return located
+
     def _request(self, tokens: list[int], rng: random.Random, page: int | None, seen: Seen) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -102,7 +109,7 @@ class RadixRank:
 
         # As the scheduler does: at least one token is computed.
         found = self.cache.match_prefix(MatchPrefixParams(key=key(tokens[:-1])))
-        prefix = found.device_indices.to(torch.int64)
+        prefix = self._locations(found).to(torch.int64)
         hit, length = len(prefix), len(tokens)
         pages = -(-(length - hit) // PAGE) * PAGE
         full = self.allocator.full_attn_allocator.alloc(pages)
