@@ -61,7 +61,7 @@ def test_cp_prefill_to_dp8_decode(capsys: pytest.CaptureFixture[str], cp_size: i
     assert adapter is not None
     assert set(fired) == {hook.id for hook in (*adapter.EAGER_HOOKS, *adapter.WORKER_HOOKS)}
     # The smoke never drafts, loads from memory, has no room for the worker's constructor and in 0.5.17 makes no logits;
-    # for these see test/sglang/test_draft.py and test_forward.py.
+    # for these see test/sglang/test_draft.py and test_forward_*.py.
     idle = {"context-forward", "context-read", "context-worker"} | (set() if installed().HEADS else {"head-rows"})
     assert {name for name, count in fired.items() if count == 0} == idle
     assert 0 < report["draft_bytes"] < 0.5 * report["draft_bytes_stock"]

@@ -149,7 +149,7 @@ def assert_served(answer: tuple[list[tuple[str, str]], dict[str, Any]], componen
 
 
 def assert_refused(answer: tuple[list[tuple[str, str]], dict[str, Any]]) -> str:
-    """Both sides failed at once and nothing arrived; the texts on prefill (a rank may hear of it from another first)."""
+    """Both sides failed at once and nothing arrived; prefill's texts (a rank may hear of it from another first)."""
     prefill, seen = answer
     assert [status for status, _ in prefill] == ["Failed"] * len(prefill), prefill
     assert seen["status"] == "Failed"

@@ -62,19 +62,14 @@ def join_groups(world_size: int, rank: int, port: int, *, dp_size: int, cp_size:
 
 
 def write_rows(
-    *,
-    kv: torch.Tensor,
-    kv_weight: torch.Tensor,
-    eps: float,
-    freqs_cis: torch.Tensor,
-    positions: torch.Tensor,
-    out_loc: torch.Tensor,
-    kvcache: torch.Tensor,
-    page_size: int,
+    *, kvcache: torch.Tensor, page_size: int, out_loc: torch.Tensor, kv_weight: torch.Tensor, **source: Any
 ) -> None:
-    """In place of the CUDA kernel that writes draft rows: this package's reference writer."""
-    rows = reference.make_rows(kv, kv_weight, eps, freqs_cis, positions)
-    reference.write_rows(kvcache, page_size, out_loc, rows)
+    """In place of the CUDA kernel that writes draft rows: this package's reference writer.
+
+    Args:
+        source: the other arguments of `reference.make_rows`, which the kernel takes under the same names.
+    """
+    reference.write_rows(kvcache, page_size, out_loc, reference.make_rows(weight=kv_weight, **source))
 
 
 @dataclass(frozen=True)
