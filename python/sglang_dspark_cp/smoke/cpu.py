@@ -301,7 +301,7 @@ class CpuRun:
             rank,
             f"{__package__}.{factory}",
             environment,
-            str(self.folder / f"{role}-{rank}.log"),
+            str(self.folder / f"{'' if self.plugin else 'stock-'}{role}-{rank}.log"),
             {"stand_in": self.stand_in, "bootstrap_port": self.ports["bootstrap"], **options},
         )
 
