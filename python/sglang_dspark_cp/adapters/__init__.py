@@ -15,11 +15,11 @@ NOT_SUPPORTED: dict[str, str] = {
     " this package stands in",
     "0.5.19": "its model splits the batch and gathers each captured layer by itself, in a function that no adapter of"
     " this package stands in",
-    "0.5.20": "it gathers each captured layer by itself, and looks up the places of draft KV after the forward, which no"
+    "0.5.20": "it gathers each captured layer by itself, and looks up where draft KV goes after the forward, which no"
     " adapter of this package takes up",
-    "0.5.21": "it gathers each captured layer by itself, and looks up the places of draft KV after the forward, which no"
+    "0.5.21": "it gathers each captured layer by itself, and looks up where draft KV goes after the forward, which no"
     " adapter of this package takes up",
-    "0.5.22": "it gathers each captured layer by itself, and looks up the places of draft KV after the forward, which no"
+    "0.5.22": "it gathers each captured layer by itself, and looks up where draft KV goes after the forward, which no"
     " adapter of this package takes up",
 }
 """SGLang releases that were looked at and are refused, and why; `docs/adding-a-release.md` has more."""
