@@ -159,6 +159,11 @@ def own(*components: Component) -> Layout:
     return dataclasses.replace(PREFILL, components=components)
 
 
+def test_the_draft_component_need_not_be_the_last() -> None:
+    """SGLang 0.5.23 on a GPU appends a row per request behind it."""
+    handshake.require_own(own(*PREFILL.components, Component((8,), "request_row")), 3, PAGE)
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -166,7 +171,6 @@ def own(*components: Component) -> Layout:
         (own(*PREFILL.components[:2], Component((ITEM,) * 2, DRAFT)), "draft swa x 2 buffers, item 149760; expected"),
         (own(*PREFILL.components[:2], Component((64,) * 3, DRAFT)), "draft swa x 3 buffers, item 64; expected"),
         (own(*PREFILL.components, PREFILL.components[2]), "expected draft swa x 3 buffers, item 149760"),
-        (own(*PREFILL.components, Component((1,), "c128_state")), "is not the last of 4 state components"),
         (own(), "no draft component among 0 state components"),
     ],
 )
