@@ -1,7 +1,7 @@
 # make smoke        run the whole path on this machine, without a GPU
 # make test         the whole test suite that runs without a GPU
 # Both take SGLANG=<release> (each release has its own environment in .venv/<release>/) and ARGS="...".
-SGLANG ?= 0.5.17
+SGLANG ?= 0.5.23
 ARGS ?=
 BIN := .venv/$(SGLANG)/bin
 

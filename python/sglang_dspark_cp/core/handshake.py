@@ -65,7 +65,7 @@ class Layout:
 
 
 def named(kinds: Sequence[str], items: Sequence[Sequence[int]]) -> tuple[Component, ...]:
-    """Components of a prefill worker: a second `swa`, which stock appends behind the target's, holds the draft's rows."""
+    """Components of a prefill worker; a second `swa`, which stock appends behind the target's, is the draft's."""
     names = [DRAFT if kind == "swa" and "swa" in kinds[:place] else kind for place, kind in enumerate(kinds)]
     return tuple(Component(tuple(item), name) for name, item in zip(names, items, strict=True))
 

@@ -98,7 +98,7 @@ class DecodeRank:
         from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import init_mooncake_transfer_engine
 
         self.target_pool = make_pool(g.TARGET_RATIOS, REQUEST_SLOTS)
-        self.draft_pool = make_pool((0,) * g.STAGES, REQUEST_SLOTS)
+        self.draft_pool = make_pool((0,) * g.STAGES, REQUEST_SLOTS, draft=True)
         mapping = torch.arange(g.POOL_PAGES * g.PAGE)
         self.target_pool.register_mapping(mapping)
         self.draft_pool.register_mapping(mapping)
@@ -182,12 +182,11 @@ class DecodeRank:
         receiver.init(0)
         window_page = max(0, len(prompt.tokens) - g.WINDOW) // g.PAGE
         state_pages = pages[window_page:]
-        components = [
-            self.sglang.request_state(self.target_pool, slot + 1, len(prompt.tokens))
-            if kind.value == "c128_state"
-            else state_pages
-            for kind in self.kv_args.state_types
-        ]
+        of_request = {
+            "c128_state": self.sglang.request_state(self.target_pool, slot + 1, len(prompt.tokens)),
+            "request_row": [slot + 1],
+        }
+        components = [of_request.get(kind.value, state_pages) for kind in self.kv_args.state_types]
         receiver.send_metadata(_int32(pages), slot, [_int32(component) for component in components])
         return Asked(prompt, receiver, slot, pages, state_pages, window_page)
 

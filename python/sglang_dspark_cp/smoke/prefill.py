@@ -107,7 +107,7 @@ class PrefillRank:
         sglang.attach(self.draft, self.target, self.cp_size)
         sglang.use_reference_writer()
         self.target_pool = make_pool(g.TARGET_RATIOS, REQUEST_SLOTS)
-        self.draft_pool = make_pool((0,) * g.STAGES, REQUEST_SLOTS)
+        self.draft_pool = make_pool((0,) * g.STAGES, REQUEST_SLOTS, draft=True)
         self.worker = sglang.make_worker(worker_class, self.target, self.draft, self.draft_pool)
 
     def _build_scheduler(self, radix: bool) -> None:

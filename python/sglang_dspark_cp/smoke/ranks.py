@@ -21,8 +21,8 @@ def prefill_tag(cp_rank: int) -> int:
     return 0x10 + cp_rank
 
 
-def make_pool(ratios: tuple[int, ...], request_slots: int) -> Any:
-    """SGLang's `DeepSeekV4TokenToKVPool` on the CPU."""
+def make_pool(ratios: tuple[int, ...], request_slots: int, *, draft: bool = False) -> Any:
+    """SGLang's `DeepSeekV4TokenToKVPool` on the CPU; `draft`: as a draft worker makes its own."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
     tokens = g.POOL_PAGES * g.PAGE
@@ -48,6 +48,7 @@ def make_pool(ratios: tuple[int, ...], request_slots: int) -> Any:
         sliding_window=g.WINDOW,
         start_layer=0,
         end_layer=len(ratios),
+        **(installed().DRAFT_POOL if draft else {}),
     )
 
 

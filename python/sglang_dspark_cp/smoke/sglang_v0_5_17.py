@@ -22,6 +22,7 @@ CP_FLAGS = ("--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "r
 STOCK_SERVES = False
 STOCK_WIDTH = len(g.CAPTURED_LAYERS) + g.STREAMS
 """What the first release that serves it gathers: each captured layer and the streams before the head."""
+DRAFT_POOL: dict[str, bool] = {}
 HEADS = False
 
 

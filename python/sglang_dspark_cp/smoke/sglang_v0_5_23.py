@@ -24,6 +24,7 @@ CP_FLAGS = ("--enable-prefill-cp", "--cp-strategy", "interleave")
 STOCK_SERVES = True
 STOCK_WIDTH = 1 + g.STREAMS + len(g.CAPTURED_LAYERS)
 """The head's input, the streams before the head (which DSPARK drops), the captured layers in one tensor."""
+DRAFT_POOL: dict[str, bool] = {"is_draft_worker": True}
 HEADS = True
 
 

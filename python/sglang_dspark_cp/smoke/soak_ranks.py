@@ -283,7 +283,7 @@ class SoakDecodeRank(DecodeRank):
     def _empty(self, pages: list[int]) -> None:
         """What a page held before must not pass for what should arrive."""
         for name, pointers, _, _ in self.memory.components():
-            if not name.startswith("c128_state"):
+            if not name.startswith(("c128_state", "request_row")):  # those are not by page
                 for buffer in range(len(pointers)):
                     for page in pages:
                         self.memory.page(name, buffer, page).fill_(EMPTY)
