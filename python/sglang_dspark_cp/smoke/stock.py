@@ -80,8 +80,8 @@ def last_line(text: str) -> str:
 HIDDEN_SIZES = (g.HIDDEN, 4096, 7168)
 """Of the run, Flash and Pro."""
 PARTS = {
-    1: "hidden states after the norm",
-    g.STREAMS: "streams before the head",
+    1: "input of the head",
+    g.STREAMS: "streams before it",
     len(g.CAPTURED_LAYERS): "captured layers",
 }
 """What stock gathers, by its width in hidden sizes."""
@@ -140,7 +140,7 @@ def of_stock(first: Any, cp_size: int) -> Side:
 
 def of_ours(report: dict[str, Any], tokens: int) -> Side:
     """From the report of a run with the plugin."""
-    name = f"draft rows ({report['mode']}) and rows for the head"
+    name = f"draft rows ({report['mode']}) and head rows"
     part = Part(name, report["cp_group_collectives"], report["gather_bytes_at_hidden"])
     return Side(report["cp_forwards"], tokens, (part,))
 
@@ -153,9 +153,9 @@ def ratios(stock: Side, ours: Side) -> dict[str, float]:
 
 def table(found: dict[str, Any]) -> Table:
     """The two sides as `--stock` prints them."""
-    shown = Table(title="Gathered at the end of a CP forward, MB that one rank receives, mean of a run")
+    shown = Table(title="End of a CP forward: collectives, MB that a rank receives (mean of a run)")
     shown.add_column("")
-    for column in ("collectives", *(f"hidden {hidden}" for hidden in HIDDEN_SIZES)):
+    for column in ("calls", *(f"H {hidden}" for hidden in HIDDEN_SIZES)):
         shown.add_column(column, justify="right")
     for side in ("stock", "ours"):
         forwards = found[side]["cp_forwards"]
