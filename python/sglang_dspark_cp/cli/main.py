@@ -29,7 +29,11 @@ def _add_smoke(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     smoke = commands.add_parser("smoke", help="run the whole path and compare draft KV with an independent oracle")
     smoke.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (default) or real servers on GPUs")
-    smoke.add_argument("--stock", action="store_true", help="without the plugin: show what stock SGLang refuses")
+    smoke.add_argument(
+        "--stock",
+        action="store_true",
+        help="without the plugin: what stock SGLang refuses (0.5.17), or its own run beside this package's (0.5.23)",
+    )
     smoke.add_argument(
         "--inject-fault",
         action="append",

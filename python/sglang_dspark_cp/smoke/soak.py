@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import random
 import re
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .decode import Received
 
 IN_FLIGHT = 32
+FIRST_PORT, LAST_PORT, PORTS_EACH = 17100, 32700, 8
+"""Above those that prefill's Mooncake draws, below those of outgoing connections."""
 LONGEST = 1500
 LOST_AFTER_S = 90.0
 """A request without an end after this time counts as lost. SGLang's own time-outs are set well below it."""
@@ -63,6 +66,19 @@ HELP = (
 
 
 # ---------------------------------------------------------------------------------------------------------- options
+
+
+def own_ports(start: int) -> dict[str, str]:
+    """Mooncake's ports of one decode process, none of which an earlier one had.
+
+    Mooncake draws a port between 15000 and 17000, and `host:port` is the name of the session. A process that draws the
+    port of one that was killed inherits its name: prefill's Mooncake then still writes to the memory of the dead one,
+    and SGLang counts the new one as dead. With a decode killed every ten seconds that happens in a run of ten minutes.
+    """
+    first = FIRST_PORT + start * PORTS_EACH % (LAST_PORT - FIRST_PORT - PORTS_EACH)
+    low, high = str(first), str(first + PORTS_EACH - 1)
+    # Mooncake before 0.3.14 knows only the second spelling.
+    return {"MC_MIN_RPC_PORT": low, "MC_MAX_RPC_PORT": high, "MC_MIN_PRC_PORT": low, "MC_MAX_PRC_PORT": high}
 
 
 def duration(text: str) -> float:
@@ -155,6 +171,7 @@ class Fleet:
     ) -> None:
         self.run, self.pool = run, pool
         self.environment = TIMEOUTS | (environment or {})
+        self._starts = itertools.count()
         self.requests: dict[int, Request] = {}
         self.on_end: Callable[[Request, Received | None], None] = lambda request, received: None
         self.deaths: dict[str, str] = {}
@@ -194,8 +211,9 @@ class Fleet:
     def _spawn_decode(self, number: int) -> _Decode:
         reader, commands = multiprocessing.Pipe(duplex=False)
         options = {"dp_size": self.run.args.decode_dp, "dist_port": free_ports(1)[0], "commands": reader}
+        environment = self.environment | own_ports(next(self._starts))
         process = self.pool.spawn(
-            [self.run.config("decode", number, "soak_ranks:SoakDecodeRank", options, self.environment)]
+            [self.run.config("decode", number, "soak_ranks:SoakDecodeRank", options, environment)]
         )
         reader.close()
         return _Decode(number, process[0], commands)
