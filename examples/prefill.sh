@@ -13,7 +13,7 @@ CHUNK=${CHUNK:-8192} # tokens of a forward, a multiple of 256
 export CUDA_VISIBLE_DEVICES=$GPUS
 server=(python3 -m sglang.launch_server --model-path "$MODEL"
   --host "$HOST" --port "$PORT" --tp "$TP"
-  --enable-dsa-prefill-context-parallel --dsa-prefill-cp-mode round-robin-split
+  --enable-prefill-cp --cp-strategy interleave
   --speculative-algorithm DSPARK --chunked-prefill-size "$CHUNK"
   --disaggregation-mode prefill --disaggregation-transfer-backend "$TRANSFER"
   --disaggregation-bootstrap-port "$BOOTSTRAP_PORT")

@@ -14,7 +14,7 @@ CHUNK=${CHUNK:-8192} # tokens of a forward, a multiple of 256
 if [ -n "$HOST_IP" ]; then export SGLANG_HOST_IP=$HOST_IP; fi
 server=(python3 -m sglang.launch_server --model-path "$MODEL"
   --host 0.0.0.0 --port "$PORT" --tp "$TP"
-  --enable-dsa-prefill-context-parallel --dsa-prefill-cp-mode round-robin-split
+  --enable-prefill-cp --cp-strategy interleave
   --speculative-algorithm DSPARK --chunked-prefill-size "$CHUNK"
   --disaggregation-mode prefill --disaggregation-transfer-backend "$TRANSFER"
   --disaggregation-bootstrap-port "$BOOTSTRAP_PORT")

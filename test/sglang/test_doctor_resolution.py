@@ -23,13 +23,16 @@ from sglang_dspark_cp import config
 from sglang_dspark_cp.cli import doctor
 from sglang_dspark_cp.cli.doctor_check import Check, Done, Machine, Status
 from sglang_dspark_cp.cli.doctor_resolve import OFFLINE, Answer, answer
+from sglang_dspark_cp.hooks.check import sglang_release
 from sglang_dspark_cp.smoke.arguments import write_model_folder
 from sglang_dspark_cp.smoke.processes import RankConfig, RankPool, RankProcess, free_ports
 
 pytestmark = pytest.mark.timeout(150)
 
-CP = ["--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "round-robin-split"]
+CP = ["--enable-prefill-cp", "--cp-strategy", "interleave"]
 DSPARK = ["--speculative-algorithm", "DSPARK"]
+REFUSED_BY_STOCK = sglang_release() == "0.5.17"
+"""Whether stock refuses the documented prefill line."""
 
 
 class DoctorRank:
@@ -118,7 +121,7 @@ def by_name(checks: Sequence[Check]) -> dict[str, Check]:
 def test_a_good_cp8_prefill_line(host: Doctor) -> None:
     told, checks = host.checks(None, host.launch("prefill", *CP, *DSPARK))
     assert failures(checks) == []
-    assert told.hooks == ["validate-cp", "admit", "create-worker"]
+    assert told.hooks == [*["validate-cp"] * REFUSED_BY_STOCK, "admit", "create-worker"]
     assert told.resolved is not None
     assert (told.resolved["attn_cp_size"], told.resolved["page_size"]) == (8, 256)
     found = by_name(checks)
@@ -131,14 +134,15 @@ def test_a_good_cp8_prefill_line(host: Doctor) -> None:
 def test_violations_are_named_one_by_one(
     host: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--enable-prefill-cp", "--cp-strategy", "zigzag", "--pipeline-parallel-size", "2", *DSPARK]
-    launch = host.launch("prefill", *flags)
+    flags = ["--disaggregation-transfer-backend", "nixl", "--pipeline-parallel-size", "2"]
+    launch = host.launch("prefill", *CP, *DSPARK, *flags)
     told, checks = host.checks("prefill", launch)
     refused = [check for check in checks if check.name == "topology"]
-    assert [check.found for check in refused] == ["context-parallel split 'zigzag'", "pipeline parallel size 2"]
-    assert [check.allowed for check in refused] == ["'interleave' (round-robin)", "1"]
-    assert refused[1].fix == "--pipeline-parallel-size 1"
-    assert failures(checks) == [("Arguments", "topology")] * 2 + [("GPUs", "number")], "pp 2 needs 16 GPUs"
+    assert [check.found for check in refused] == ["pipeline parallel size 2", "transfer backend 'nixl'"]
+    assert [check.allowed for check in refused] == ["1", "'mooncake' or 'mooncake_tcp'"]
+    assert refused[0].fix == "--pipeline-parallel-size 1"
+    elsewhere = [("Transfer", "backend"), ("GPUs", "number")]
+    assert sorted(failures(checks)) == sorted([("Arguments", "topology")] * 2 + elsewhere), "pp 2 needs 16 GPUs"
 
     monkeypatch.setattr(doctor, "ask_sglang", lambda launch, timeout: told)
     parser = argparse.ArgumentParser()
@@ -179,7 +183,7 @@ def test_what_only_the_check_before_the_start_refuses(host: Doctor) -> None:
 def test_switched_off_is_what_stock_says(host: Doctor) -> None:
     told, checks = host.checks(None, host.launch("prefill", *CP, *DSPARK), **{config.ENABLED: "0"})
     assert (told.hooks, told.broke) == ([], False)
-    assert failures(checks) == [("SGLang", "switch"), ("Arguments", "resolution")]
+    assert failures(checks) == [("SGLang", "switch"), *[("Arguments", "resolution")] * REFUSED_BY_STOCK]
 
 
 def test_a_bad_variable_stops_it(host: Doctor) -> None:

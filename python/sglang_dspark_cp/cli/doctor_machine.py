@@ -59,7 +59,7 @@ def _release(release: str, root: Path, role: str | None, machine: Machine) -> li
                 "release",
                 f"SGLang {release}",
                 reviewed,
-                "the feature is refused in a release that was not reviewed"
+                adapters.refusal(release).rstrip(".") + ", so the feature is refused"
                 if needed
                 else "the plugin does nothing on decode, but prefill needs a reviewed release, and both should agree",
                 f"pip install sglang=={next(iter(adapters.REVIEWED))}",

@@ -155,22 +155,40 @@ def _ask(launch: list[str], found: Answer, folder: Path) -> None:
 
     ServerArgs.from_cli_args = from_cli_args
     server_args = prepare_server_args(launch)
-    server_args.check_server_args()
-    found.architecture = server_args.get_model_config().hf_config.architectures[0]
-    _choose_mode(server_args, found)
-    found.resolved = {name: getattr(server_args, name, None) for name in RESOLVED}
+    facts, model = _resolve(server_args)
+    found.architecture = model.architectures[0]
+    if model.model_type == "deepseek_v41":
+        found.architecture += f" of model type {model.model_type}"
+    else:
+        _choose_mode(server_args, facts, found)
+    found.resolved = {name: facts.get(name) for name in RESOLVED}
     found.resolved["model_path"] = found.raw["model_path"]
-    draft = server_args.speculative_draft_model_path
-    if draft in (None, server_args.model_path):
+    draft = facts["speculative_draft_model_path"]
+    if draft in (None, facts["model_path"]):
         draft, found.draft_folder = found.raw["model_path"], found.model_folder
     else:
         found.draft_folder = _local(draft, None)
     found.resolved["speculative_draft_model_path"] = draft
 
 
-def _choose_mode(server_args: Any, found: Answer) -> None:
+def _resolve(server_args: Any) -> tuple[dict[str, Any], Any]:
+    """Fields that servers would run with, and the model's config."""
+    if not hasattr(server_args, "resolve_once"):  # before 0.5.23 reading resolves
+        server_args.check_server_args()
+        return vars(server_args), server_args.get_model_config().hf_config
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    server_args.resolve_once()
+    server_args.check_server_args()
+    facts = server_args.resolved_dict()
+    # What --dp 8 --enable-dp-attention asks for is kept as a data parallel size of 1 with an attention DP of 8.
+    facts["dp_size"] *= resolving_view(server_args).attn_dp_size
+    return facts, model_config_of(server_args).hf_config
+
+
+def _choose_mode(server_args: Any, facts: Mapping[str, Any], found: Answer) -> None:
     """What a CP prefill worker does when it is created."""
-    if server_args.speculative_algorithm != "DSPARK" or server_args.disaggregation_mode != "prefill":
+    if facts["speculative_algorithm"] != "DSPARK" or facts["disaggregation_mode"] != "prefill":
         return
     from .. import adapters, config
     from ..adapters.gather_mode import choose
@@ -178,7 +196,7 @@ def _choose_mode(server_args: Any, found: Answer) -> None:
     from ..hooks.check import sglang_release
 
     read = getattr(adapters.find(sglang_release()), "cache_setup_of", None)
-    if server_args.attn_cp_size <= 1 or read is None:
+    if facts["attn_cp_size"] <= 1 or read is None:
         return
     setup = read(server_args)
     found.page = setup.cache_page

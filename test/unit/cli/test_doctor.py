@@ -164,8 +164,15 @@ def test_a_release_that_was_not_reviewed(
 ) -> None:
     monkeypatch.setattr(doctor_machine, "sglang_release", lambda: "0.5.99")
     check = by_name(release_checks(role, machine))["release"]
-    assert (check.status, check.found, check.allowed) == (status, "SGLang 0.5.99", "0.5.17")
+    assert (check.status, check.found, check.allowed) == (status, "SGLang 0.5.99", "0.5.17, 0.5.23")
     assert check.fix == "pip install sglang==0.5.17"
+
+
+def test_a_release_that_is_refused_by_name(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "sglang_release", lambda: "0.5.20")
+    check = by_name(release_checks("prefill", machine))["release"]
+    assert (check.status, check.found) == (Status.FAILED, "SGLang 0.5.20")
+    assert "SGLang 0.5.20 is not supported: " in check.why
 
 
 def test_no_sglang(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
