@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sglang_dspark_cp import config
 from sglang_dspark_cp.core import costs
+from sglang_dspark_cp.hooks.check import sglang_release
 from sglang_dspark_cp.smoke import cuda, geometry, set_ups
 from sglang_dspark_cp.smoke.checkpoint import Geometry, model_config
 from sglang_dspark_cp.smoke.processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
@@ -43,6 +44,8 @@ SIZES = (2, 4, 8)
 EXPERTS = ("fp4", "fp8")
 RUNNER = {"fp4": "marlin", "fp8": "auto"}
 """MoE back-end by dtype of routed experts: on Hopper, fp4 experts need the one that is named."""
+BUILDS = "0.5.17"
+"""The release whose draft `bytes` and `load` know how to build on a CPU."""
 BLOCK = 128
 STARTS_WITHIN = 180.0
 ANSWERS_WITHIN = 900.0
@@ -548,6 +551,12 @@ def usage_error(args: argparse.Namespace) -> str | None:
     """What is wrong with options that argparse lets through."""
     if args.json and not args.json.absolute().parent.is_dir():
         return f"--json {args.json}: the folder does not exist"
+    release = sglang_release().split("+", 1)[0]
+    if args.command != "servers" and release != BUILDS:
+        return (
+            f"SGLang {release} is installed; bytes and load build the draft of {BUILDS}: run them with"
+            f" .venv/{BUILDS}/bin/python (make setup SGLANG={BUILDS}). servers measures what is installed"
+        )
     if args.command == "load":
         if args.moe_intermediate % (2 * BLOCK):
             return f"--moe-intermediate {args.moe_intermediate}: a multiple of {2 * BLOCK}, for two ranks"
