@@ -65,11 +65,7 @@ def make(job: GpuRun, number: int, step: Step) -> Server:
 
 
 def stock_refusals(job: GpuRun) -> None:
-    """Start all steps at once; the one that boots is asked for one prefill. Results go to the report.
-
-    Raises:
-        UsageError: this release of SGLang refuses nothing here.
-    """
+    """Start all steps at once; the one that boots is asked for one prefill. Results go to the report."""
     report = job.report
     job.say(f"stock SGLang, {len(STEPS)} attempts at CP{job.gpus.cp_size} + DSPARK prefill")
     with ServerSet() as group:
