@@ -32,6 +32,7 @@ class HeldPrefillRank(SoakPrefillRank):
     def __init__(self, config: RankConfig, report: Callable[[Any], None]) -> None:
         super().__init__(config, report)
         folder, write = Path(config.options["folder"]), self.engine.batch_transfer_sync
+        self.folder = folder
 
         def held(*arguments: Any) -> int:
             deadline = time.monotonic() + 30
@@ -41,6 +42,11 @@ class HeldPrefillRank(SoakPrefillRank):
             return int(write(*arguments))
 
         self.engine.batch_transfer_sync = held
+
+    def _due(self) -> Iterator[str]:
+        # A request in the inflight queue may not have begun its write, and one that is aborted then never begins it.
+        if not (self.folder / HOLD).exists() or (self.folder / HELD).exists():
+            yield from super()._due()
 
 
 class Peers:

@@ -48,7 +48,7 @@ def assert_served(peers: Peers) -> None:
 def test_a_request_aborted_between_its_last_chunk_and_success(peers: Peers) -> None:
     assert_served(peers)
     with peers.held():
-        request = peers.ask(700, 0, plan="transfer")
+        request = peers.ask(700, 0, plan="transfer")  # takes effect once a write waits
         peers.until(lambda: bool(request.landed), 10)
         took = peers.all_ended([request], 5)  # although the write still waits
         assert peers.a_write_waits()
