@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -21,6 +22,10 @@ from typing import Any
 from ..errors import DsparkCpError
 
 PRELOAD = "sglang_dspark_cp.smoke.preload"
+PORTS = range(10000, 15000)
+_GIVEN: set[int] = set()
+_ANY = random.SystemRandom()
+"""Without a state: forked processes would draw the same ports from one that has some."""
 
 
 class RankFailed(DsparkCpError):
@@ -28,12 +33,31 @@ class RankFailed(DsparkCpError):
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback that are free now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """TCP ports that nothing listens on now, none of which this process was given before.
+
+    They lie below the kernel's range for outgoing connections, one of which can take a port before it is listened on
+    (seen: EADDRINUSE at start), and below those that Mooncake draws from.
+
+    Raises:
+        RankFailed: fewer than `count` are left.
+    """
+    found: list[int] = []
+    for port in _ANY.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        if port not in _GIVEN and _is_free(port):
+            found.append(port)
+    if len(found) < count:
+        raise RankFailed(f"{count} TCP ports are needed, {len(found)} are free from {PORTS[0]} to {PORTS[-1]}")
+    _GIVEN.update(found)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind(("", port))
+        return True
+    return False
 
 
 @dataclass(frozen=True)
