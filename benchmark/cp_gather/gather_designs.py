@@ -360,7 +360,8 @@ def _stock_packed() -> list[Step]:
 
 def _of_requests(tail: torch.Tensor, plan: SendPlan, hidden: int) -> torch.Tensor:
     """Tails [C, >= K * H] -> the head rows of all requests in their order, [requests, H]."""
-    return tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))[plan.arrival_on(tail.device)]
+    rows = tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))
+    return plan.pick_arrived(rows)
 
 
 def _plugin(design: DesignInfo) -> list[Step]:
@@ -374,7 +375,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
             sent = send_all(shape.tokens, shape.cp)
         heads = send_last((shape.tokens,), shape.cp, rank.cp_rank)
         state["plan"], state["heads"] = sent, heads
-        state["select"], state["head rows"] = sent.local_on(rank.device), heads.local_on(rank.device)
+        state["select"] = sent.local_on(rank.device)
 
     def mean(rank: Rank, state: State) -> None:
         capture = AuxCapture(
@@ -407,7 +408,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
         packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
-        rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
+        rows = state["heads"].pick_local(state["inputs"].streams[-1])
         packed_of(state).write_tail(rows.mean(dim=1))
 
     def gather(rank: Rank, state: State) -> None:

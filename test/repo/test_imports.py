@@ -146,3 +146,16 @@ def test_off_does_not_even_look_at_sglang() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={"SGLANG_DSPARK_CP": "0"}
     )
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_no_test_imports_a_conftest() -> None:
+    """Which of several files of that name is found depends on the folders that a run was asked for."""
+    folder = REPOSITORY / "test"
+    wrong = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        and "conftest" in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+    ]
+    assert not wrong

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spawning import Spawn
 
 from sglang_dspark_cp.adapters import REVIEWED
 from sglang_dspark_cp.hooks.check import sglang_release
@@ -19,8 +20,6 @@ collect_ignore = [f"test_{what}_{name}.py" for what in ("admission", "forward") 
 
 STARTS_WITHIN_S = 120.0
 """The first process waits for the server's import of SGLang."""
-
-Spawn = Callable[..., list[RankProcess]]
 
 
 @pytest.fixture(scope="session")

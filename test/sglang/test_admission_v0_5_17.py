@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from argument_cases import PRETEND_HIP, Resolved
+from spawning import Spawn
 
-from conftest import Spawn
 from sglang_dspark_cp.smoke.arguments import prefill_arguments, write_model_folder
 from sglang_dspark_cp.smoke.processes import RankPool, RankProcess
 from sglang_dspark_cp.smoke.stock import unified

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spawning import Spawn
 
-from conftest import Spawn
 from sglang_dspark_cp import config
 from sglang_dspark_cp.cli import doctor
 from sglang_dspark_cp.cli.doctor_check import Check, Done, Machine, Status

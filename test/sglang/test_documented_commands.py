@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from spawning import Spawn
 from test_doctor_resolution import DoctorRank
 
-from conftest import Spawn
 from sglang_dspark_cp import __version__
 from sglang_dspark_cp.cli.doctor import launch_arguments
 from sglang_dspark_cp.cli.doctor_resolve import OFFLINE, Answer

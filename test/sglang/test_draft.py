@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from spawning import Spawn
 
-from conftest import Spawn
 from sglang_dspark_cp.core.draft_prune import is_needed
 from sglang_dspark_cp.smoke.arguments import prefill_arguments
 from sglang_dspark_cp.smoke.checkpoint import WEIGHTS_FILE, write_checkpoint

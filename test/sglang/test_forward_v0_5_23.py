@@ -9,8 +9,8 @@ import pytest
 import torch
 from forward_cases_v0_5_23 import Forward
 from forward_shapes import AUX_WIDTH, BATCHES, MODES, ROW_BYTES, reachable, wire_bytes
+from spawning import Spawn
 
-from conftest import Spawn
 from sglang_dspark_cp.core.align import HOST_WORDS, HostCounts
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke.arguments import prefill_arguments, write_model_folder

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from radix_cases import PAGE, Seen
+from spawning import Spawn
 
-from conftest import Spawn
 from sglang_dspark_cp.smoke.processes import RankPool, RankProcess
 
 pytestmark = pytest.mark.timeout(180)
