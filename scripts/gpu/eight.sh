@@ -50,10 +50,6 @@ began=$SECONDS
 overall=${LIMIT:-}
 gpus=$(seq -s, 0 $((GPUS - 1)))
 
-# Multicast over NVLink stays off unless the host has it on: it can disturb others on a shared host.
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NVSHMEM_DISABLE_NVLS=${NVSHMEM_DISABLE_NVLS:-1}
-export TORCH_SYMM_MEM_DISABLE_MULTICAST=${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1}
-
 results=${OUT:-$DSPARK_CP_HOME/runs/eight}
 work=$DSPARK_CP_HOME/runs/eight-work
 rm -rf "$work" "$DSPARK_CP_HOME/runs/eight-smoke"

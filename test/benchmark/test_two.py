@@ -59,10 +59,10 @@ def test_a_run_that_fails_is_shown_and_the_others_go_on(tmp_path: Path, name: st
 
 
 def test_no_run_begins_with_too_few_seconds(tmp_path: Path) -> None:
-    run = Run(tmp_path, "two.sh", "modes", LIMIT="50")
+    run = Run(tmp_path, "two.sh", "modes", "gather", LIMIT="50")
     assert run.status == 1
     assert run.calls == []
-    assert run.shown.count("left out") == 3
+    assert run.shown.count("left out") == 4
 
 
 @pytest.mark.parametrize(

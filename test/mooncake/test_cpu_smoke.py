@@ -13,6 +13,7 @@ from sglang_dspark_cp.cli.main import build_parser
 from sglang_dspark_cp.hooks.check import sglang_release
 from sglang_dspark_cp.smoke import native
 from sglang_dspark_cp.smoke.release import installed
+from sglang_dspark_cp.smoke.set_ups import flags
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -183,7 +184,7 @@ def test_stock(capsys: pytest.CaptureFixture[str]) -> None:
     """0.5.17 refuses the deployment in five places; 0.5.23 serves it, with three collectives at a forward's end."""
     status, report, err = smoke(capsys, "--prefill-cp", "2", "--decode-dp", "2", "--stock")
     assert status == 0, (report["reasons"], err)
-    if installed().STOCK_SERVES:
+    if flags().stock_serves:
         return assert_stock_beside_ours(report, err)
     errors = [refusal["error"] for refusal in report["stock_refusals"]]
     assert len(errors) == 5

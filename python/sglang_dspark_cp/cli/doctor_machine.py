@@ -22,6 +22,7 @@ from .doctor_check import Check, Machine, failed, not_checked, passed, warning
 from .doctor_resolve import Answer
 
 SGLANG, TRANSFER, GPUS, PORTS = "SGLang", "Transfer", "GPUs", "Ports"
+NEWEST = list(adapters.REVIEWED)[-1]
 GROUP = "sglang.srt.plugins"
 ENTRY = ("dspark_cp", "sglang_dspark_cp.plugin:register")
 
@@ -42,7 +43,7 @@ def release_checks(role: str | None, machine: Machine) -> list[Check]:
             "SGLang is not installed in the environment of this command",
             f"SGLang {' or '.join(adapters.REVIEWED)}",
             "the plugin works inside SGLang",
-            f"{sys.executable} -m pip install sglang=={next(iter(adapters.REVIEWED))}",
+            f"{sys.executable} -m pip install sglang=={NEWEST}",
         )
         return [missing, *found]
     return [*_release(release, root, role, machine), *found]
@@ -62,7 +63,7 @@ def _release(release: str, root: Path, role: str | None, machine: Machine) -> li
                 adapters.refusal(release).rstrip(".") + ", so the feature is refused"
                 if needed
                 else "the plugin does nothing on decode, but prefill needs a reviewed release, and both should agree",
-                f"pip install sglang=={next(iter(adapters.REVIEWED))}",
+                f"pip install sglang=={NEWEST}",
             )
         ]
     hooks = (*adapter.EAGER_HOOKS, *adapter.WORKER_HOOKS)

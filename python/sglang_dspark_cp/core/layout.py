@@ -109,7 +109,7 @@ class SendPlan:
         A view where a single one was sent (a batch of one request sends one to the LM head), else a copy.
         """
         if self.sent == 1:
-            start = _first_sent(self)
+            start = int((self.order >= 0).nonzero()[0])
             return rows.flatten(0, 1)[start : start + 1]
         return rows[self.arrival_on(rows.device)]
 
@@ -123,10 +123,6 @@ def _order_on(plan: SendPlan, device: torch.device, tail_rows: int) -> torch.Ten
 def _local_on(plan: SendPlan, device: torch.device) -> torch.Tensor:
     assert plan.local is not None
     return to_device(plan.local, device)
-
-
-def _first_sent(plan: SendPlan) -> int:
-    return int((plan.order >= 0).nonzero()[0])
 
 
 @functools.lru_cache(maxsize=PLANS)

@@ -16,6 +16,7 @@ from typing import Any
 from . import geometry
 from .processes import RankConfig
 from .release import installed
+from .set_ups import flags
 
 GPU_MEMORY_GIB = 141
 
@@ -33,7 +34,7 @@ def prefill_arguments(model: Path, cp_size: int, chunk: int, bootstrap_port: int
     return [
         *("--model-path", str(model), "--skip-tokenizer-init", "--trust-remote-code", "--host", "127.0.0.1"),
         *("--device", "cuda", "--tensor-parallel-size", str(cp_size)),
-        *installed().CP_FLAGS,
+        *flags().cp,
         *("--speculative-algorithm", "DSPARK", "--chunked-prefill-size", str(chunk)),
         *("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake"),
         *("--disaggregation-bootstrap-port", str(bootstrap_port)),

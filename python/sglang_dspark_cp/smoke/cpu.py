@@ -25,6 +25,7 @@ from . import native
 from .arguments import prefill_arguments, write_model_folder
 from .processes import RankConfig, RankFailed, RankPool, RankProcess, free_ports
 from .release import installed
+from .set_ups import flags
 from .stock import HIDDEN_SIZES
 from .workload import Prompt, WorkloadError, build, read_questions
 
@@ -224,7 +225,7 @@ class CpuRun:
             self.task = self.progress.add_task("resolving launch arguments", total=None)
             if not self.args.stock:
                 return self._judge(self._serve())
-            return self._beside_stock() if installed().STOCK_SERVES else self._refused_by_stock()
+            return self._beside_stock() if flags().stock_serves else self._refused_by_stock()
 
     def _launch_arguments(self) -> list[str]:
         arguments = prefill_arguments(self.model, self.args.prefill_cp, self.args.chunk, self.ports["bootstrap"])

@@ -48,7 +48,9 @@ def free_ports(count: int) -> list[int]:
         if port not in _GIVEN and _is_free(port):
             found.append(port)
     if len(found) < count:
-        raise RankFailed(f"{count} TCP ports are needed, {len(found)} are free from {PORTS[0]} to {PORTS[-1]}")
+        raise RankFailed(
+            f"found {len(found)} free TCP ports from {PORTS[0]} to {PORTS[-1]}, needed {count}; end what listens there"
+        )
     _GIVEN.update(found)
     return found
 

@@ -22,15 +22,11 @@ class Release(Protocol):
     """What a module offers. Everything that it starts is SGLang's own unless the docstring says stand-in.
 
     Attributes:
-        CP_FLAGS: launch flags of context parallelism in this release.
-        STOCK_SERVES: whether SGLang without this package serves the deployment.
         STOCK_WIDTH: hidden sizes per row that stock gathers at the end of a CP forward.
         DRAFT_POOL: arguments of a pool that only a draft worker gives.
         HEADS: whether the run makes logits; without them the first token is the prompt's last one plus 1.
     """
 
-    CP_FLAGS: tuple[str, ...]
-    STOCK_SERVES: bool
     STOCK_WIDTH: int
     DRAFT_POOL: dict[str, bool]
     HEADS: bool

@@ -39,11 +39,11 @@ def flags() -> Flags:
     """Of the installed release.
 
     Raises:
-        UsageError: it is none that GPU runs were written for.
+        UsageError: it is none that runs were written for.
     """
     release = sglang_release().split("+", 1)[0]
     if release not in RELEASES:
-        raise UsageError(f"SGLang {release}: GPU runs know {', '.join(RELEASES)}; install one of these")
+        raise UsageError(f"SGLang {release}: runs know {', '.join(RELEASES)}; install one of these")
     return RELEASES[release]
 
 

@@ -18,8 +18,6 @@ from .ranks import write_rows
 from .target import SmallLayer
 from .weights import target_weights
 
-CP_FLAGS = ("--enable-dsa-prefill-context-parallel", "--dsa-prefill-cp-mode", "round-robin-split")
-STOCK_SERVES = False
 STOCK_WIDTH = len(g.CAPTURED_LAYERS) + g.STREAMS
 """What the first release that serves it gathers: each captured layer and the streams before the head."""
 DRAFT_POOL: dict[str, bool] = {}

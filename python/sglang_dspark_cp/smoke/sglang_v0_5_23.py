@@ -20,8 +20,6 @@ from .ranks import write_rows
 from .target import SmallLayer
 from .weights import lm_head_weight, target_weights
 
-CP_FLAGS = ("--enable-prefill-cp", "--cp-strategy", "interleave")
-STOCK_SERVES = True
 STOCK_WIDTH = 1 + g.STREAMS + len(g.CAPTURED_LAYERS)
 """The head's input, the streams before the head (which DSPARK drops), the captured layers in one tensor."""
 DRAFT_POOL: dict[str, bool] = {"is_draft_worker": True}

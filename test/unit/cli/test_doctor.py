@@ -165,7 +165,7 @@ def test_a_release_that_was_not_reviewed(
     monkeypatch.setattr(doctor_machine, "sglang_release", lambda: "0.5.99")
     check = by_name(release_checks(role, machine))["release"]
     assert (check.status, check.found, check.allowed) == (status, "SGLang 0.5.99", "0.5.17, 0.5.23")
-    assert check.fix == "pip install sglang==0.5.17"
+    assert check.fix == "pip install sglang==0.5.23"
 
 
 def test_a_release_that_is_refused_by_name(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_no_sglang(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "sglang_release", missing)
     check = by_name(release_checks(None, machine))["release"]
     assert check.status is Status.FAILED
-    assert "pip install sglang==0.5.17" in check.fix
+    assert "pip install sglang==0.5.23" in check.fix
     assert doctor.ask_sglang(LAUNCH, 1.0).error == "SGLang is not installed"
 
 

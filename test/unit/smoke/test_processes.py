@@ -35,12 +35,12 @@ def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch, host: str
     with socket.socket() as taken:
         taken.bind((host, first))
         taken.listen()
-        with pytest.raises(RankFailed, match=f"1 TCP ports are needed, 0 are free from {first} to {first}"):
+        with pytest.raises(RankFailed, match=f"found 0 free TCP ports from {first} to {first}, needed 1; end"):
             free_ports(1)
 
 
 def test_what_is_given_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
     monkeypatch.setattr(processes, "PORTS", range(port, port + 1))
-    with pytest.raises(RankFailed, match="0 are free"):
+    with pytest.raises(RankFailed, match="found 0 free"):
         free_ports(1)
