@@ -360,8 +360,7 @@ def _stock_packed() -> list[Step]:
 
 def _of_requests(tail: torch.Tensor, plan: SendPlan, hidden: int) -> torch.Tensor:
     """Tails [C, >= K * H] -> the head rows of all requests in their order, [requests, H]."""
-    rows = tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))
-    return plan.pick_arrived(rows)
+    return tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))[plan.arrival_on(tail.device)]
 
 
 def _plugin(design: DesignInfo) -> list[Step]:
@@ -375,7 +374,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
             sent = send_all(shape.tokens, shape.cp)
         heads = send_last((shape.tokens,), shape.cp, rank.cp_rank)
         state["plan"], state["heads"] = sent, heads
-        state["select"] = sent.local_on(rank.device)
+        state["select"], state["head rows"] = sent.local_on(rank.device), heads.local_on(rank.device)
 
     def mean(rank: Rank, state: State) -> None:
         capture = AuxCapture(
@@ -408,7 +407,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
         packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
-        rows = state["heads"].pick_local(state["inputs"].streams[-1])
+        rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
         packed_of(state).write_tail(rows.mean(dim=1))
 
     def gather(rank: Rank, state: State) -> None:

@@ -69,7 +69,7 @@ class Heads:
     def of_requests(self, tail: torch.Tensor, hidden: int) -> torch.Tensor:
         """Gathered rows [C, >= K * H] -> [requests, H], in the order of the requests."""
         rows = tail[:, : self.plan.rows * hidden].unflatten(1, (self.plan.rows, hidden))
-        return self.plan.pick_arrived(rows)
+        return rows[self.plan.arrival_on(rows.device)]
 
 
 @dataclasses.dataclass(frozen=True)

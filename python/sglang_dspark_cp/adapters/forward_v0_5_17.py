@@ -93,7 +93,6 @@ def gather_before_head(
     if heads is None or not heads.layers_done:
         return original(input_tensor, cp_size, forward_batch, stream)
     heads.layers_done = False
-    # A copy: a view would keep the streams of all rows until the logits are made.
     return input_tensor.index_select(0, heads.local)
 
 

@@ -229,21 +229,6 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(out_positions + index, position, mask=inside)
 
 
-BLANKS, BLANK_STRIDE = 256, 8
-"""A stride of 64 bytes: Triton compiles a kernel again for a pointer that 16 does not divide."""
-_blanks: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-
-
-def _blank_words(device: torch.device) -> torch.Tensor:
-    """[RAW_WORDS] int64 zeros that nobody had before; filling them batch by batch would be a launch each."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    left = _blanks.setdefault((device, stream), [])
-    if not left:
-        blank = torch.zeros(BLANKS, BLANK_STRIDE, dtype=torch.int64, device=device)
-        left.extend(blank[:, :RAW_WORDS].unbind())
-    return left.pop()
-
-
 def place(
     positions: torch.Tensor,
     cache_loc: torch.Tensor,
@@ -261,7 +246,7 @@ def place(
         positions.new_empty(rows, dtype=torch.int64),
         positions.new_empty(rows, dtype=torch.int32),
         positions.new_empty(rows, dtype=torch.int64),
-        _blank_words(positions.device) if check else None,
+        positions.new_zeros(RAW_WORDS, dtype=torch.int64) if check else None,
     )
     covered = max(rows, tokens) if check else rows
     if covered:

@@ -85,18 +85,8 @@ def addresses() -> Iterator[tuple[str, bool]]:
         yield f"addresses {count} {kind} {chosen}", torch.equal(wire, wanted)
 
 
-def blanks() -> Iterator[tuple[str, bool]]:
-    """Counters that more batches take than one block holds: zero, nobody else's, at addresses that 16 divides."""
-    drawn = []
-    for _ in range(2 * triton_rows.BLANKS + 1):
-        words = triton_rows._blank_words(torch.device(DEVICE))
-        yield f"blank {len(drawn)}", words.shape == (rows.RAW_WORDS,) and not words.any() and words.data_ptr() % 16 == 0
-        drawn.append(words.fill_(-1))
-    yield "blanks are apart", len({words.data_ptr() for words in drawn}) == len(drawn)
-
-
 def main() -> int:
-    cases = [*places(), *means(), *addresses(), *blanks()]
+    cases = [*places(), *means(), *addresses()]
     different = [name for name, same in cases if not same]
     print(f"{len(cases)} cases, {len(different)} different")
     print("\n".join(different), file=sys.stderr)
