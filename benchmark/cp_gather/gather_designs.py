@@ -24,8 +24,8 @@ from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import ArrivedRows, gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
 from sglang_dspark_cp.core.layout import SendPlan, rows_per_rank, send_all, send_last, shard
-from sglang_dspark_cp.core.pack import Address, PackedRows
-from sglang_dspark_cp.core.project import pack_context, pack_kv
+from sglang_dspark_cp.core.pack import Address
+from sglang_dspark_cp.core.project import capture_blocks, pack_context, pack_kv
 from sglang_dspark_cp.core.window import kept_rows, send_kept
 
 LAYERS = 3
@@ -360,7 +360,8 @@ def _stock_packed() -> list[Step]:
 
 def _of_requests(tail: torch.Tensor, plan: SendPlan, hidden: int) -> torch.Tensor:
     """Tails [C, >= K * H] -> the head rows of all requests in their order, [requests, H]."""
-    return tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))[plan.arrival_on(tail.device)]
+    rows = tail[:, : plan.rows * hidden].unflatten(1, (plan.rows, hidden))
+    return plan.pick_arrived(rows)
 
 
 def _plugin(design: DesignInfo) -> list[Step]:
@@ -374,7 +375,7 @@ def _plugin(design: DesignInfo) -> list[Step]:
             sent = send_all(shape.tokens, shape.cp)
         heads = send_last((shape.tokens,), shape.cp, rank.cp_rank)
         state["plan"], state["heads"] = sent, heads
-        state["select"], state["head rows"] = sent.local_on(rank.device), heads.local_on(rank.device)
+        state["select"] = sent.local_on(rank.device)
 
     def mean(rank: Rank, state: State) -> None:
         capture = AuxCapture(
@@ -385,33 +386,31 @@ def _plugin(design: DesignInfo) -> list[Step]:
             addressed=not projected and design.proved,
             select=state["select"],
             tail=0 if projected else state["heads"].rows * rank.shape.hidden,
+            blocks=capture_blocks(state["plan"].rows) if projected else None,
         )
         with capture:
             for layer, streams in zip(rank.layers, state["inputs"].streams, strict=True):
                 layer(streams, positions=rank.local_positions)
-        state["capture"] = capture
+        state["capture"], state["captured"] = capture, capture.take()
 
     def wire(rank: Rank, state: State) -> None:
         pack = pack_context if design.id == "context" else pack_kv
         tail = state["heads"].rows * rank.shape.hidden
         positions = state["capture"].positions
         address = Address(positions, rank.local_loc, state["select"]) if design.proved else None
-        captured = state["capture"].packed
+        captured = list(state.pop("captured"))  # timed alone, this step runs many times on one state
         state["packed"] = pack(rank.projection, captured, addressed=design.proved, tail=tail, address=address)
 
-    def packed_of(state: State) -> PackedRows:
-        found: PackedRows = state["packed"] if projected else state["capture"].packed
-        return found
-
     def address(rank: Rank, state: State) -> None:
-        packed_of(state).write_address(state["capture"].positions, rank.local_loc, state["select"])
+        (state["packed"],) = state.pop("captured")
+        state["packed"].write_address(state["capture"].positions, rank.local_loc, state["select"])
 
     def local_head(rank: Rank, state: State) -> None:
-        rows = state["inputs"].streams[-1].index_select(0, state["head rows"])
-        packed_of(state).write_tail(rows.mean(dim=1))
+        rows = state["heads"].pick_local(state["inputs"].streams[-1])
+        state["packed"].write_tail(rows.mean(dim=1))
 
     def gather(rank: Rank, state: State) -> None:
-        state["arrived"] = gather_rows(packed_of(state), state["plan"], functools.partial(rank.link.gather, "rows"))
+        state["arrived"] = gather_rows(state["packed"], state["plan"], functools.partial(rank.link.gather, "rows"))
 
     def head(rank: Rank, state: State) -> None:
         state["head"] = _of_requests(state["arrived"].tail, state["heads"], rank.shape.hidden)

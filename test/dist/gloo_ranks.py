@@ -184,15 +184,15 @@ def run_batch(batch: Batch, cp_size: int, cp_rank: int) -> Outcome:
             flow = padded[cp_rank::cp_size]
             for layer in layers:
                 flow = layer(flow, positions=local_positions)
-        assert capture.packed is not None
+        (packed,) = capture.take()
         assert capture.positions is not None
         missing = capture.missing_rows()
         if addressed and missing:
-            capture.packed.forget_address()
+            packed.forget_address()
         elif addressed:
-            capture.packed.write_address(capture.positions, shard(padded_loc, cp_size, cp_rank))
-        faults.spoil_packed(fault, cp_rank, capture.packed)
-        arrived = gather_rows(capture.packed, send_all(tokens, cp_size), all_gather)
+            packed.write_address(capture.positions, shard(padded_loc, cp_size, cp_rank))
+        faults.spoil_packed(fault, cp_rank, packed)
+        arrived = gather_rows(packed, send_all(tokens, cp_size), all_gather)
         arrived = dataclasses.replace(arrived, order=faults.spoil_order(fault, cp_rank, batch.extend, arrived.order))
         hidden = torch.empty(tokens, 1)
         proof.note_arrived(arrived, missing, hidden)

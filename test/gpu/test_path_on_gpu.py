@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from sglang_dspark_cp.core import reference
+from sglang_dspark_cp.core.align import HOST_WORDS, HostCounts, explain
 from sglang_dspark_cp.core.capture import AuxCapture
-from sglang_dspark_cp.core.gather import gather_rows
+from sglang_dspark_cp.core.gather import ArrivedRows, gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
 from sglang_dspark_cp.core.layout import rows_per_rank, send_all, shard
 from sglang_dspark_cp.core.rows import mean_streams, mean_streams_torch
@@ -45,9 +46,9 @@ def packed_of_rank(
     with AuxCapture(layers, [0, 1, 2], lambda _, out: out[0], expected_rows=rows, addressed=True) as capture:
         for layer in layers:
             layer(positions=local_positions)
-    assert capture.packed is not None
-    capture.packed.write_address(local_positions, shard(cache_loc, cp_size, cp_rank))
-    return capture
+    (packed,) = capture.take()
+    packed.write_address(local_positions, shard(cache_loc, cp_size, cp_rank))
+    return capture, packed
 
 
 @pytest.mark.parametrize("cp_size", [2, 8])
@@ -61,8 +62,8 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
     positions = torch.arange(5, 5 + tokens, device="cuda")
     cache_loc = torch.randperm(tokens, device="cuda") + 512
     mapping = torch.arange(4096, device="cuda")
-    others = [packed_of_rank(streams, positions, cache_loc, cp_size, rank).packed for rank in range(1, cp_size)]
-    rest = torch.cat([each.buffer for each in others if each is not None])
+    others = [packed_of_rank(streams, positions, cache_loc, cp_size, rank)[1] for rank in range(1, cp_size)]
+    rest = torch.cat([each.buffer for each in others])
 
     def all_gather(output: torch.Tensor, local: torch.Tensor) -> None:
         output[: local.shape[0]] = local
@@ -70,9 +71,8 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
 
     def once() -> tuple[BatchProof, torch.Tensor, torch.Tensor | None]:
         proof = BatchProof(["a"], [5], [tokens])
-        capture = packed_of_rank(streams, positions, cache_loc, cp_size, 0)
-        assert capture.packed is not None
-        arrived = gather_rows(capture.packed, send_all(tokens, cp_size), all_gather)
+        capture, packed = packed_of_rank(streams, positions, cache_loc, cp_size, 0)
+        arrived = gather_rows(packed, send_all(tokens, cp_size), all_gather)
         ticket = torch.empty(tokens, 1, device="cuda")
         proof.note_arrived(arrived, capture.missing_rows(), ticket)
         width = LAYERS * HIDDEN
@@ -91,7 +91,7 @@ def test_no_host_sync_and_right_rows(cp_size: int) -> None:
     assert torch.equal(hidden, torch.cat([each.mean(dim=1) for each in streams], dim=1)[order])
     assert locations is not None
     assert torch.equal(locations, cache_loc[order])
-    assert proof.words().tolist()[9:13] == [0, 0, -1, 0]
+    assert proof.words().tolist()[HOST_WORDS : HOST_WORDS + 4] == [0, 0, -1, 0]
 
 
 def test_sync_debug_mode_would_notice() -> None:
@@ -107,14 +107,53 @@ def test_a_wrong_row_is_not_written() -> None:
     proof = BatchProof(["a"], [0], [4])
     hidden = torch.zeros(4, 8, device="cuda")
     positions, cache_loc = torch.arange(4, device="cuda"), torch.arange(4, device="cuda") + 256
-    from sglang_dspark_cp.core.gather import ArrivedRows
-
     address = torch.stack((positions.flip(0), cache_loc), dim=1)
     proof.note_arrived(ArrivedRows(hidden, address, 0), 0)
     placed = proof.admit(hidden, positions, cache_loc, expected_width=8, to_swa=lambda loc: loc)
     assert placed is not None
     assert placed.locations.tolist() == placed.slots.tolist()
     assert placed.slots.tolist() == [NOT_WRITTEN] * 4
+
+
+def test_a_verdict_read_too_early_is_none() -> None:
+    """The kernel stores its words in host memory: before it ran they are not taken for those of a batch in order."""
+
+    def admitted() -> BatchProof:
+        proof = BatchProof(["a"], [0], [4])
+        proof.note_local(hidden)
+        assert proof.admit(hidden, where, where, expected_width=8, to_swa=lambda loc: loc) is not None
+        return proof
+
+    hidden, where = torch.zeros(4, 8, device="cuda"), torch.arange(4, device="cuda") + 256
+    admitted()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # cycles, some 0.2 s
+    proof = admitted()
+    early = proof.words().tolist()
+    torch.cuda.synchronize()
+    assert HostCounts(*early[:HOST_WORDS]).unread == 1
+    assert "did not reach the host" in str(explain([early]))
+    assert explain([proof.words().tolist()]) is None
+
+
+def test_words_of_two_streams_do_not_mix() -> None:
+    hidden, where = torch.zeros(5000, 8, device="cuda"), torch.arange(5000, device="cuda") + 256
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    proofs: list[tuple[int, BatchProof]] = []
+    torch.cuda.synchronize()
+    for number in range(64):
+        wrong = number % 5
+        address = torch.stack((where - 256, where), dim=1)
+        address[:wrong, 0] += 1
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[number % 2]):
+            proof = BatchProof(["a"], [0], [5000])
+            proof.note_arrived(ArrivedRows(hidden, address, 0), 0)
+            assert proof.admit(hidden, where - 256, where, expected_width=8, to_swa=lambda loc: loc) is not None
+        proofs.append((wrong, proof))
+    torch.cuda.synchronize()
+    for wrong, proof in proofs:
+        assert proof.words().tolist()[HOST_WORDS : HOST_WORDS + 2] == [wrong, 0]
 
 
 def test_reference_writer_equals_the_cuda_writer() -> None:

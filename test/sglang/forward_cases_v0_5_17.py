@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from sglang_dspark_cp.config import GatherMode
+from sglang_dspark_cp.core import project
+from sglang_dspark_cp.core.align import HOST_WORDS
 from sglang_dspark_cp.core.inject import BatchProof
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke.processes import RankConfig
@@ -194,10 +196,15 @@ class ForwardRank:
             last.shape[0],
             list(self.collectives),
             stock_collectives,
-            proof.words().tolist()[9:13] == [0, 0, -1, 0],
+            proof.words().tolist()[HOST_WORDS : HOST_WORDS + 4] == [0, 0, -1, 0],
             vars(self.ledger.counters).copy(),
             model.dspark_layers_to_capture == list(g.CAPTURED_LAYERS),
         )
+
+    def split_from(self, rows: int) -> int:
+        """Captured rows lie in two buffers from this number on; returns the number that was valid before."""
+        before, project.SPLIT_ROWS = project.SPLIT_ROWS, rows
+        return before
 
     @torch.no_grad()
     def logits_rows(self, extend: list[int]) -> tuple[list[float], list[float]]:

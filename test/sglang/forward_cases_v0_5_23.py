@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dspark_cp.config import Fault, FaultKind, GatherMode
+from sglang_dspark_cp.core.align import HOST_WORDS
 from sglang_dspark_cp.core.inject import BatchProof
 from sglang_dspark_cp.smoke import geometry as g
 from sglang_dspark_cp.smoke.processes import RankConfig
@@ -206,7 +207,7 @@ class ForwardRank:
             collectives,
             stock_collectives,
             stock.hidden_states,
-            proof.words().tolist()[9:13] == [0, 0, -1, 0],
+            proof.words().tolist()[HOST_WORDS : HOST_WORDS + 4] == [0, 0, -1, 0],
             vars(self.ledger.counters).copy(),
             (state.passes, state.last_hidden),
         )

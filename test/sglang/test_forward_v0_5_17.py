@@ -80,6 +80,21 @@ def test_rows_equal_stock_without_cp(pool: RankPool, ranks: Ranks, cp_size: int,
         assert by_rank[0].expected.ne(0).any()
 
 
+@pytest.mark.parametrize("mode", ["context", "kv", "window"])
+def test_captured_rows_in_two_buffers(pool: RankPool, ranks: Ranks, mode: str) -> None:
+    (before,) = set(ask(pool, ranks[2], "split_from", 2))
+    try:
+        for extend, prefix in BATCHES:
+            wanted = reachable(extend, prefix) if mode == "window" else list(range(sum(extend)))
+            for seen in ask(pool, ranks[2], "forward", extend, prefix, True, mode):
+                assert seen.rows is not None
+                assert torch.equal(seen.rows, seen.expected[wanted])
+                assert seen.addresses_right
+                assert seen.collectives == [wire_bytes(wanted, extend, 2, mode)]
+    finally:
+        assert set(ask(pool, ranks[2], "split_from", before)) == {2}
+
+
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_all_rows_before_the_head_where_logprobs_are_wanted(pool: RankPool, ranks: Ranks, cp_size: int) -> None:
     for seen in ask(pool, ranks[cp_size], "forward", [13, 5], [0, 0], True, "kv", True):

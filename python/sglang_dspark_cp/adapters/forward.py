@@ -69,7 +69,7 @@ class Heads:
     def of_requests(self, tail: torch.Tensor, hidden: int) -> torch.Tensor:
         """Gathered rows [C, >= K * H] -> [requests, H], in the order of the requests."""
         rows = tail[:, : self.plan.rows * hidden].unflatten(1, (self.plan.rows, hidden))
-        return rows[self.plan.arrival_on(rows.device)]
+        return self.plan.pick_arrived(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _heads(proof: BatchProof, cp_size: int, cp_rank: int, device: torch.device) 
 
 def exchange(
     part: Shard,
-    captured: PackedRows,
+    captured: list[PackedRows],
     missing: int,
     positions: torch.Tensor | None,
     out_cache_loc: torch.Tensor,
@@ -159,7 +159,8 @@ def exchange(
     """The one collective of the forward. Every rank must come here, also one whose capture went wrong.
 
     Args:
-        captured: this rank's rows to send; with a mode that does not project, the wire's own buffer.
+        captured: this rank's rows to send, in one or more buffers, taken out of the list as they are projected;
+            with a mode that does not project, the wire's own buffer.
         missing: rows that capture failed to deliver on this rank (negative: surplus).
         positions: [>= P] that the layers were run with.
         out_cache_loc: [T] or padded to C * P, cache locations of the whole batch.
@@ -201,15 +202,16 @@ def _timed(span: GatherSpan, gather: Callable[[Any, Any], None], output: torch.T
     span.mark()
 
 
-def _wire_rows(part: Shard, captured: PackedRows, address: Address | None) -> PackedRows:
+def _wire_rows(part: Shard, captured: list[PackedRows], address: Address | None) -> PackedRows:
     state = part.state
-    packed = captured
     if part.projected:
         pack = pack_context if state.mode is GatherMode.CONTEXT else pack_kv
         projection = DraftProjection(state.draft)
         packed = pack(projection, captured, addressed=state.addressed, tail=part.tail, address=address)
-    elif address is not None:
-        packed.write_address(address.positions, address.cache_loc, address.select)
+    else:
+        (packed,) = captured
+        if address is not None:
+            packed.write_address(address.positions, address.cache_loc, address.select)
     if state.addressed and address is None:
         packed.forget_address()
     return packed

@@ -16,6 +16,7 @@ import torch
 
 from ..core.capture import AuxCapture
 from ..core.inject import BatchProof
+from ..core.project import capture_blocks
 from ..core.rows import Placed
 from ..faults import spoil_streams
 from .forward import exchange, open_shard, write_arrived
@@ -67,6 +68,7 @@ def _forward_on_shard(
         addressed=state.addressed and not part.projected,
         select=part.select,
         tail=0 if part.projected else part.tail,
+        blocks=capture_blocks(part.plan.rows) if part.projected else None,
     )
     state.heads = heads = part.heads
     last = model.layers[model.end_layer - 1].register_forward_hook(heads.finished) if heads is not None else None
@@ -76,11 +78,12 @@ def _forward_on_shard(
     finally:
         if last is not None:
             last.remove()
-    if capture.packed is None:
+    captured = capture.take()
+    if not captured:
         raise RuntimeError(f"none of the captured layers {layer_ids} ran in this forward of {proof.tokens} tokens")
     rows = None if heads is None else last_hidden
     of_requests, ticket = exchange(
-        part, capture.packed, capture.missing_rows(), capture.positions, forward_batch.out_cache_loc, rows
+        part, captured, capture.missing_rows(), capture.positions, forward_batch.out_cache_loc, rows
     )
     return (last_hidden if of_requests is None else of_requests, before_head), ticket
 
@@ -93,6 +96,7 @@ def gather_before_head(
     if heads is None or not heads.layers_done:
         return original(input_tensor, cp_size, forward_batch, stream)
     heads.layers_done = False
+    # A copy: a view would keep the streams of all rows until the logits are made.
     return input_tensor.index_select(0, heads.local)
 
 

@@ -61,8 +61,8 @@ def _shard_output(
     aux = spoil_streams(part.fault, part.cp_rank, aux)
     captured = _captured(part, aux, layers)
     missing = physical[part.cp_rank] - aux.shape[0]
-    head_rows = None if part.heads is None else hidden.index_select(0, part.heads.local)
-    of_requests, ticket = exchange(part, captured, missing, positions, forward_batch.out_cache_loc, head_rows)
+    head_rows = None if part.heads is None else part.heads.plan.pick_local(hidden)
+    of_requests, ticket = exchange(part, [captured], missing, positions, forward_batch.out_cache_loc, head_rows)
     if of_requests is None:
         state.passes = (ticket,)
         return (hidden, None), ticket  # the runner gathers these rows, as stock does

@@ -14,9 +14,10 @@ On the host, when the scheduler processes the batch's result (levels shape and r
   - every CP rank's verdict, and at level rows a digest of its positions and locations, are exchanged with one
     all-gather of `WORDS` int64 on the CPU group.
 
-The device results reach the host with an asynchronous copy that the scheduler's own wait for the batch's tokens
-covers, so no host sync is added. Because every rank gets every rank's words before anything is decided, all ranks
-fail the same requests with the same text and none waits alone.
+The device stores its results in pinned host memory, which the scheduler's own wait for the batch's tokens covers, so no
+host sync is added; a number of the batch behind them tells that they are there and are this batch's. Because every rank
+gets every rank's words before anything is decided, all ranks fail the same requests with the same text and none waits
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 DEVICE_WORDS = 5
 """bad positions, bad locations, first bad row (or -1), unmapped locations, digest."""
-HOST_WORDS = 9
+HOST_WORDS = 10
 WORDS = HOST_WORDS + DEVICE_WORDS
 
 
@@ -47,6 +48,8 @@ class HostCounts:
     """1 if the injected hidden rows are not the tensor that this forward's capture produced."""
     injected: int
     """1 once injection was reached; 0 means that the batch left without draft KV."""
+    unread: int = 0
+    """1 if what the device found did not reach the host."""
 
     def consistent(self) -> bool:
         """Whether the pool write may be attempted at all."""
@@ -65,6 +68,7 @@ class HostCounts:
             self.missing_rows,
             self.foreign_hidden,
             self.injected,
+            self.unread,
         ]
 
 
@@ -75,9 +79,10 @@ def explain(words_by_rank: Sequence[Sequence[int]]) -> str | None:
         words_by_rank: [C][WORDS], the same list on every rank.
     """
     reasons: list[str] = []
+    digests: dict[int, int] = {}
     for cp_rank, words in enumerate(words_by_rank):
         counts = HostCounts(*words[:HOST_WORDS])
-        bad_positions, bad_locations, first_bad, unmapped, _ = words[HOST_WORDS:]
+        bad_positions, bad_locations, first_bad, unmapped, digest = words[HOST_WORDS:]
         where = f"attn_cp_rank {cp_rank}: "
         if counts.missing_rows:
             reasons.append(
@@ -93,6 +98,10 @@ def explain(words_by_rank: Sequence[Sequence[int]]) -> str | None:
                 f" row width {counts.width}, the draft takes {counts.expected_width}"
                 + ("; the hidden rows are not those of this forward's capture" if counts.foreign_hidden else "")
             )
+        if counts.unread:
+            reasons.append(f"{where}what the device found when it compared the rows did not reach the host")
+        else:
+            digests[cp_rank] = digest
         if bad_positions or bad_locations:
             reasons.append(
                 f"{where}{bad_positions} row(s) arrived with another position and {bad_locations} with another"
@@ -100,10 +109,10 @@ def explain(words_by_rank: Sequence[Sequence[int]]) -> str | None:
             )
         if unmapped:
             reasons.append(f"{where}{unmapped} cache location(s) have no slot in the sliding-window pool")
-    digests = [words[-1] for words in words_by_rank]
-    if len(set(digests)) > 1:
-        common = max(set(digests), key=digests.count)
-        majority = 2 * digests.count(common) > len(digests)
-        odd = [str(rank) for rank, value in enumerate(digests) if value != common or not majority]
+    seen = list(digests.values())
+    if len(set(seen)) > 1:
+        common = max(set(seen), key=seen.count)
+        majority = 2 * seen.count(common) > len(seen)
+        odd = [str(cp_rank) for cp_rank, value in digests.items() if value != common or not majority]
         reasons.append(f"attn_cp_rank {', '.join(odd)}: other positions or cache locations than the other ranks")
     return "; ".join(reasons) or None

@@ -1,7 +1,8 @@
 """Capture of the auxiliary hidden states on the shard, while the target layers run.
 
 A target layer of DeepSeek-V4 yields `hc_mult` residual streams; the draft wants their mean (DSpark's definition).
-The mean of each captured layer is written straight into its slot of the packed buffer.
+The mean of each captured layer is written straight into its slot of the packed buffer, or of several buffers that are
+let go of one after the other (`core.project.capture_blocks`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Streams = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
 class AuxCapture:
-    """Context manager: forward hooks on the captured layers fill one `PackedRows`.
+    """Context manager: forward hooks on the captured layers fill `PackedRows`.
 
     Args:
         layers: the target's layers, indexed by global layer id.
@@ -29,12 +30,13 @@ class AuxCapture:
         expected_rows: P, rows that this rank must deliver.
         addressed: whether packed rows carry an address.
         select: [rows] int64 on the layers' device, the local rows to keep; None: all P.
-        tail: elements that the buffer holds behind the rows.
+        tail: elements that the last buffer holds behind the rows.
+        blocks: rows of each buffer, in the order of the rows; None: one buffer.
 
-    After the forward, `packed` holds the rows (None if no captured layer ran), `captured` the number of rows that
-    each layer delivered, and `positions` the positions [rows] that the layers themselves were run with.
+    After the forward, `take` hands over the rows, `captured` is the number of rows that each layer delivered, and
+    `positions` the positions [rows] that the layers themselves were run with.
 
-    Cost: one kernel per captured layer, no concatenation, no host sync.
+    Cost: one kernel per captured layer and block, no concatenation, no host sync.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class AuxCapture:
         addressed: bool,
         select: torch.Tensor | None = None,
         tail: int = 0,
+        blocks: Sequence[int] | None = None,
     ) -> None:
         self._layers = layers
         self._layer_ids = tuple(layer_ids)
@@ -55,8 +58,12 @@ class AuxCapture:
         self._addressed = addressed
         self._select = select
         self._tail = tail
+        rows = expected_rows if select is None else select.shape[0]
+        self._blocks = (rows,) if blocks is None else tuple(blocks)
+        if sum(self._blocks) != rows:
+            raise ValueError(f"blocks of {self._blocks} rows do not hold the {rows} rows to capture")
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.packed: PackedRows | None = None
+        self._packed: list[PackedRows] = []
         self.captured: dict[int, int] = {}
         self.positions: torch.Tensor | None = None
 
@@ -76,23 +83,33 @@ class AuxCapture:
     def _hook(self, slot: int, layer_id: int) -> Callable[..., None]:
         def store(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
             streams = self._streams(layer, output)
-            if self.packed is None:
+            if not self._packed:
                 row_format = RowFormat(len(self._layer_ids), streams.shape[-1], streams.dtype, self._addressed)
-                rows = self._expected_rows if self._select is None else self._select.shape[0]
-                self.packed = PackedRows(row_format, rows, streams.device, self._tail)
-            self._store_mean(streams, self.packed.slot(slot))
+                tails = [0] * (len(self._blocks) - 1) + [self._tail]
+                for rows, tail in zip(self._blocks, tails, strict=True):
+                    self._packed.append(PackedRows(row_format, rows, streams.device, tail))
+            start = 0
+            for packed in self._packed:
+                self._store_mean(streams, packed.slot(slot), start)
+                start += packed.rows
             self.captured[layer_id] = streams.shape[0]
             self.positions = kwargs["positions"]
 
         return store
 
-    def _store_mean(self, streams: torch.Tensor, slot: torch.Tensor) -> None:
-        delivered = streams.shape[0]
+    def _store_mean(self, streams: torch.Tensor, slot: torch.Tensor, start: int) -> None:
+        """slot: [n, H], of the rows from `start` on."""
         # A short layer is reported by `missing_rows`; here it only must not be read beyond its end.
         if self._select is None:
-            mean_streams(streams, slot[: min(delivered, self._expected_rows)])
-        elif delivered:
-            mean_streams(streams, slot, self._select)
+            there = streams[start:]
+            mean_streams(there, slot[: there.shape[0]])
+        elif streams.shape[0]:
+            mean_streams(streams, slot, self._select[start : start + slot.shape[0]])
+
+    def take(self) -> list[PackedRows]:
+        """The captured rows, a buffer per block; none if no captured layer ran. They are the caller's alone then."""
+        taken, self._packed = self._packed, []
+        return taken
 
     def missing_rows(self) -> int:
         """How many rows the worst captured layer failed to deliver (negative: it delivered too many)."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..errors import AlignmentError, TransferError
 from .align import DEVICE_WORDS, HostCounts, explain
 from .gather import ArrivedRows
-from .rows import NOWHERE, Placed, place
+from .rows import NOWHERE, Found, Placed, place
 
 ToSwa = Callable[[torch.Tensor], torch.Tensor]
 """Full cache locations [T] -> sliding-window pool slots [T]; a slot <= 0 means that there is none."""
@@ -89,7 +89,7 @@ class BatchProof:
         """Where the time of the gather can be read once the batch's results are on the host."""
         self._missing_rows = 0
         self._counts = HostCounts(self.tokens, 0, 0, 0, 0, 0, 0, 0, 0)
-        self._device_words: torch.Tensor | None = None
+        self._found: Found | None = None
 
     def note_local(self, hidden: torch.Tensor) -> None:
         """Hidden rows [T, A * H] that this rank computed whole (a batch with fewer tokens than CP ranks)."""
@@ -166,8 +166,7 @@ class BatchProof:
             address=address,
             check=self.check_rows and bool(self.tokens),
         )
-        if placed.words is not None:
-            self._device_words = _to_host(placed.words)
+        self._found = placed.found
         return placed
 
     def drop_hidden(self) -> None:
@@ -175,20 +174,16 @@ class BatchProof:
         self._hidden = self._address = self._order = self._ticket = None
 
     def words(self) -> torch.Tensor:
-        """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host."""
-        on_device = self._device_words
-        tail = [0, 0, 0, 0, 0] if on_device is None else on_device.tolist()
+        """This rank's verdict, [WORDS] int64 on the CPU. Call only after the batch's results reached the host.
+
+        Called too early it says that the device's words are not there; it never raises, so that no rank is left alone.
+        """
+        found = None if self._found is None else self._found.read()
+        unread = int(self._found is not None and found is None)
+        tail = [0] * DEVICE_WORDS if found is None else found
         assert len(tail) == DEVICE_WORDS
         tail[2] = self.tokens - tail[2] if tail[2] else -1
-        return torch.tensor(self._counts.words() + tail, dtype=torch.int64)
-
-
-def _to_host(words: torch.Tensor) -> torch.Tensor:
-    """Start a copy to pinned host memory on the current stream; on a CPU the tensor itself."""
-    if words.device.type == "cpu":
-        return words
-    pinned = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-    return pinned.copy_(words, non_blocking=True)
+        return torch.tensor(replace(self._counts, unread=unread).words() + tail, dtype=torch.int64)
 
 
 @dataclass

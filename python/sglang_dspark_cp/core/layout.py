@@ -94,6 +94,25 @@ class SendPlan:
         """Rank and row there of each sent row, twice [sent] int64 on a device, in the order of the global rows."""
         return _arrival_on(self, device)
 
+    def pick_local(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows to send, of its shard [P, ...]: a view where it sends all or a single one, else a copy."""
+        if self.local is None:
+            return rows
+        if self.rows == 1:
+            start = int(self.local[0])
+            return rows[start : start + 1]
+        return rows.index_select(0, _local_on(self, rows.device))
+
+    def pick_arrived(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sent rows, of what all ranks sent [C, rows, ...], in the order of the global rows.
+
+        A view where a single one was sent (a batch of one request sends one to the LM head), else a copy.
+        """
+        if self.sent == 1:
+            start = int((self.order >= 0).nonzero()[0])
+            return rows.flatten(0, 1)[start : start + 1]
+        return rows[self.arrival_on(rows.device)]
+
 
 @functools.lru_cache(maxsize=PLANS)
 def _order_on(plan: SendPlan, device: torch.device, tail_rows: int) -> torch.Tensor:

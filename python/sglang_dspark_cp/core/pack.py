@@ -77,6 +77,12 @@ class Address:
     cache_loc: torch.Tensor
     select: torch.Tensor | None = None
 
+    def part(self, start: int, stop: int) -> Address:
+        """Of the rows from `start` to `stop`."""
+        if self.select is not None:
+            return Address(self.positions, self.cache_loc, self.select[start:stop])
+        return Address(self.positions[start:stop], self.cache_loc[start:stop])
+
 
 class PackedRows:
     """The rows of one rank: buffer [rows + tail rows, width]. Each slot is written in place, nothing is concatenated.
@@ -125,12 +131,15 @@ class PackedRows:
         """Store the address of each row; arguments as in `Address`."""
         write_addresses(self.address(), positions, cache_loc, select)
 
-    def fill(self, rows: torch.Tensor, address: Address | None) -> None:
-        """Store rows [rows, payload], and their address if it is given, in one pass."""
+    def fill(self, rows: torch.Tensor, address: Address | None, start: int = 0) -> None:
+        """Store rows [n, payload] from row `start` on, and their address if it is given, in one pass."""
+        stop = start + rows.shape[0]
+        payload = self.payload()[start:stop]
         if address is None:
-            self.payload().copy_(rows)
+            payload.copy_(rows)
         else:
-            fill_rows(self.payload(), self.address(), rows, address.positions, address.cache_loc, address.select)
+            where = address.part(start, stop)
+            fill_rows(payload, self.address()[start:stop], rows, where.positions, where.cache_loc, where.select)
 
     def forget_address(self) -> None:
         """Mark every row as having no provable address."""

@@ -8,7 +8,7 @@ another one has projected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -28,32 +28,67 @@ class Projection(Protocol):
         ...
 
 
+SPLIT_ROWS = 4096
+"""Fewer rows are one block: the second block's launches would cost more than the memory is worth."""
+
+
+def capture_blocks(rows: int) -> tuple[int, ...]:
+    """Rows of each buffer that holds captured rows until they are projected, for `AuxCapture`.
+
+    While a block is projected there are, in units of its rows times H: its captured rows (3), `main_proj`'s result and
+    the normed one (2). Two blocks need less at a time, since the first is let go of before the second is projected. The
+    first is the smaller one: all captured rows are still there beside it. With 5/16 the peak is 3.6 of 5 of all rows.
+    """
+    if rows < SPLIT_ROWS:
+        return (rows,)
+    first = rows * 5 // 16
+    return first, rows - first
+
+
 def pack_context(
-    projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0, address: Address | None = None
+    projection: Projection,
+    captured: list[PackedRows],
+    *,
+    addressed: bool,
+    tail: int = 0,
+    address: Address | None = None,
 ) -> PackedRows:
-    """Wire rows [N, H] of captured rows; the address is still to be written if it is not given."""
-    return _pack([projection.context(captured.payload())], addressed, tail, address)
+    """Wire rows [N, H] of captured rows, whose buffers are taken out of the list one by one.
+
+    The address is still to be written if it is not given.
+    """
+    return _pack([[projection.context(rows)] for rows in _one_by_one(captured)], addressed, tail, address)
 
 
 def pack_kv(
-    projection: Projection, captured: PackedRows, *, addressed: bool, tail: int = 0, address: Address | None = None
+    projection: Projection,
+    captured: list[PackedRows],
+    *,
+    addressed: bool,
+    tail: int = 0,
+    address: Address | None = None,
 ) -> PackedRows:
-    """Wire rows [N, S * D] of captured rows; the address is still to be written if it is not given."""
-    return _pack(projection.kv(projection.context(captured.payload())), addressed, tail, address)
+    """Wire rows [N, S * D] of captured rows; otherwise as `pack_context`."""
+    blocks = [projection.kv(projection.context(rows)) for rows in _one_by_one(captured)]
+    return _pack(blocks, addressed, tail, address)
 
 
-def _pack(parts: Sequence[torch.Tensor], addressed: bool, tail: int, address: Address | None) -> PackedRows:
-    first = parts[0]
-    row_format = RowFormat(len(parts), first.shape[1], first.dtype, addressed)
-    packed = PackedRows(row_format, first.shape[0], first.device, tail)
-    whole = _side_by_side(parts)
-    if whole is not None:
-        packed.fill(whole, address)
-        return packed
-    for index, part in enumerate(parts):
-        packed.slot(index).copy_(part)
-    if address is not None:
-        packed.write_address(address.positions, address.cache_loc, address.select)
+def _one_by_one(captured: list[PackedRows]) -> Iterator[torch.Tensor]:
+    """Rows [n, A * H] of each buffer, which is given up to whoever takes them."""
+    while captured:
+        yield captured.pop(0).payload()
+
+
+def _pack(blocks: Sequence[Sequence[torch.Tensor]], addressed: bool, tail: int, address: Address | None) -> PackedRows:
+    """blocks: of each block S x [n, D]."""
+    first = blocks[0][0]
+    row_format = RowFormat(len(blocks[0]), first.shape[1], first.dtype, addressed)
+    packed = PackedRows(row_format, sum(parts[0].shape[0] for parts in blocks), first.device, tail)
+    start = 0
+    for parts in blocks:
+        whole = _side_by_side(parts)
+        packed.fill(torch.cat(tuple(parts), dim=1) if whole is None else whole, address, start)
+        start += parts[0].shape[0]
     return packed
 
 

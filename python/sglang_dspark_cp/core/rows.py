@@ -32,6 +32,24 @@ RAW_WORDS = 5
 
 
 @dataclass(frozen=True)
+class Found:
+    """What the check of `place` counted, in host memory that a GPU writes by itself.
+
+    Attributes:
+        memory: [RAW_WORDS + 1] int64 on the CPU; the last one tells whose words stand there.
+        number: what the last one is once the words of this `place` are there.
+    """
+
+    memory: torch.Tensor
+    number: int
+
+    def read(self) -> list[int] | None:
+        """The RAW_WORDS; None if they are not there (yet). Never waits: call once the stream's work is known done."""
+        *words, number = self.memory.tolist()
+        return words if number == self.number else None
+
+
+@dataclass(frozen=True)
 class Placed:
     """Where N arrived rows go.
 
@@ -39,13 +57,13 @@ class Placed:
         locations: [N] int64 full cache locations, `NOWHERE` for a row that is not written.
         slots: [N] int32 sliding-window pool slots, `NOWHERE` likewise.
         positions: [N] int64, 0 for a row of no token.
-        words: [RAW_WORDS] int64, or None if nothing was checked.
+        found: what the check counted, or None if nothing was checked.
     """
 
     locations: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
-    words: torch.Tensor | None
+    found: Found | None
 
 
 def _kernels(like: torch.Tensor) -> Any:
@@ -154,7 +172,7 @@ def place(
     Raises:
         ValueError: positions, locations and slots are not equally many (nothing is read beyond their end).
 
-    Cost: on a GPU two launches (one without `check`).
+    Cost: on a GPU one launch; no copy to the host, the kernel stores its words there.
     """
     if not positions.shape == cache_loc.shape == slots.shape:
         raise ValueError(
@@ -195,9 +213,9 @@ def place_torch(
     failed = unmapped | bad.any(dim=1)
     first = torch.where(bad.any(dim=1), tokens - row, 0).amax() if row.shape[0] else row.new_zeros(())
     counts = bad.sum(dim=0)
-    words = torch.stack((counts[0], counts[1], first, unmapped.sum(), digest(positions, cache_loc)))
+    words = (counts[0], counts[1], first, unmapped.sum(), digest(positions, cache_loc), torch.ones_like(first))
     location, slot = torch.where(failed, NOWHERE, location), torch.where(failed, NOWHERE, slot)
-    return Placed(location, slot.to(torch.int32), place_of, words)
+    return Placed(location, slot.to(torch.int32), place_of, Found(torch.stack(words).cpu(), 1))
 
 
 def digest(positions: torch.Tensor, cache_loc: torch.Tensor) -> torch.Tensor:

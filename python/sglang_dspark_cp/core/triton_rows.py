@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import MIX, NOWHERE, PHI, RAW_WORDS, SHIFT, Placed
+from .rows import MIX, NOWHERE, PHI, RAW_WORDS, SHIFT, Found, Placed
 
 COLUMNS = 1024
 ROWS = 256
@@ -172,7 +172,7 @@ def fill_rows(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "tokens", "number"])  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
     positions,
     cache_loc,
@@ -184,12 +184,16 @@ def _place(  # type: ignore[no-untyped-def]
     out_slots,
     out_positions,
     words,
+    memory,
+    number,
     rows,
     tokens,
     ORDER: tl.constexpr,
     ADDRESS: tl.constexpr,
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
+    RAW: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < rows
@@ -224,9 +228,52 @@ def _place(  # type: ignore[no-untyped-def]
         mixed += tl.load(cache_loc + index, mask=counted, other=0).to(tl.int64) * (weight ^ _MIX)
         mixed = tl.where(counted, mixed ^ (mixed >> _SHIFT), 0)
         tl.atomic_add(words + 4, tl.sum(mixed, axis=0))
+        # The program that comes last hands the words to the host and leaves zeros to the next batch.
+        if tl.atomic_add(words + RAW, 1) == tl.num_programs(0) - 1:
+            lane = tl.arange(0, LANES)
+            last = tl.atomic_xchg(words + lane, tl.zeros([LANES], tl.int64))
+            last = tl.where(lane == RAW, number, last)
+            tl.store(memory + lane, last, mask=lane <= RAW)
     tl.store(out_locations + index, location, mask=inside)
     tl.store(out_slots + index, slot, mask=inside)
     tl.store(out_positions + index, position, mask=inside)
+
+
+LANES = 8
+"""Integers of 64 bytes: Triton compiles a kernel again for a pointer that 16 does not divide."""
+KEPT = 4096
+"""Batches whose words stand in host memory at a time; a server reads them one or two batches later."""
+
+
+class _Words:
+    """The words of batches on one stream: counters on the device, zero between two kernels, and memory on the host.
+
+    A kernel stores a batch's words straight into pinned memory, which saves a fill before it and a copy after it. The
+    memory is never given back, so a batch that was dropped unread is written to no one else's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(LANES, dtype=torch.int64, device=device)
+        memory = torch.zeros(KEPT, LANES, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._memories = memory.unbind()
+        self._number = 0
+
+    def next(self) -> tuple[torch.Tensor, Found]:
+        """[LANES] int64 for the kernel to write, and how to read it."""
+        memory = self._memories[self._number % KEPT]
+        self._number += 1
+        return memory, Found(memory[: RAW_WORDS + 1], self._number)
+
+
+_words: dict[tuple[torch.device, int], _Words] = {}
+
+
+def _words_of(device: torch.device) -> _Words:
+    """Of the current stream: kernels of two streams may run at the same time."""
+    key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if key not in _words:
+        _words[key] = _Words(device)
+    return _words[key]
 
 
 def place(
@@ -242,15 +289,21 @@ def place(
     tokens = positions.shape[0]
     rows = tokens if order is None else order.shape[0]
     positions, cache_loc, slots = positions.contiguous(), cache_loc.contiguous(), slots.contiguous()
+    programs = triton.cdiv(max(rows, tokens) if check else rows, ROWS)
+    counters = memory = positions
+    found = None
+    if check:
+        words = _words_of(positions.device)
+        counters = words.counters
+        memory, found = words.next()
     placed = Placed(
         positions.new_empty(rows, dtype=torch.int64),
         positions.new_empty(rows, dtype=torch.int32),
         positions.new_empty(rows, dtype=torch.int64),
-        positions.new_zeros(RAW_WORDS, dtype=torch.int64) if check else None,
+        found,
     )
-    covered = max(rows, tokens) if check else rows
-    if covered:
-        _place[(triton.cdiv(covered, ROWS),)](
+    if programs or check:
+        _place[(max(programs, 1),)](
             positions,
             cache_loc,
             slots,
@@ -260,12 +313,16 @@ def place(
             placed.locations,
             placed.slots,
             placed.positions,
-            placed.locations if placed.words is None else placed.words,
+            counters,
+            memory,
+            0 if found is None else found.number,
             rows,
             tokens,
             ORDER=order is not None,
             ADDRESS=address is not None,
             CHECK=check,
             BLOCK=ROWS,
+            RAW=RAW_WORDS,
+            LANES=LANES,
         )
     return placed

@@ -90,6 +90,11 @@ REASONS = {
     ),
     "bad locations": (GOOD, [0, 1, 12, 0, 42], "the first is global row 12"),
     "unmapped": (GOOD, [0, 0, -1, 4, 42], "4 cache location(s) have no slot in the sliding-window pool"),
+    "unread": (
+        dataclasses.replace(GOOD, unread=1),
+        [0, 0, -1, 0, 0],
+        "what the device found when it compared the rows did not reach the host",
+    ),
     "another digest": (GOOD, [0, 0, -1, 0, 43], "other positions or cache locations than the other ranks"),
 }
 
@@ -130,6 +135,18 @@ def test_two_odd_ranks_against_a_majority_are_named_together() -> None:
     table = [words() for _ in range(8)]
     table[2], table[6] = words(GOOD, [0, 0, -1, 0, 1]), words(GOOD, [0, 0, -1, 0, 2])
     assert explain(table) == "attn_cp_rank 2, 6: other positions or cache locations than the other ranks"
+
+
+def test_words_that_did_not_arrive_are_compared_with_no_one() -> None:
+    table = [
+        words(),
+        words(dataclasses.replace(GOOD, unread=1), [0, 0, -1, 0, 0]),
+        words(),
+        words(GOOD, [0, 0, -1, 0, 7]),
+    ]
+    reason = explain(table)
+    assert reason is not None
+    assert [part.split(":")[0] for part in reason.split("; ")] == ["attn_cp_rank 1", "attn_cp_rank 3"]
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=WORDS, max_size=WORDS), min_size=1, max_size=8))

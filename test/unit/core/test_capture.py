@@ -75,29 +75,60 @@ def test_packed_rows_are_the_means_side_by_side(dtype: torch.dtype, fused: bool,
         assert hooks(layers) == 3
         run(layers, 5, dtype, positions)
     assert hooks(layers) == 0
-    assert capture.packed is not None
-    assert capture.packed.format.addressed is addressed
+    (packed,) = capture.take()
+    assert packed.format.addressed is addressed
     means = []
     for index in LAYER_IDS:
         finished = layers[index].finished
         assert finished is not None
         means.append(finished.mean(dim=1))
     assert means[0].dtype == dtype
-    assert torch.equal(payload_of(capture.packed.buffer, capture.packed.format), torch.cat(means, dim=-1))
+    assert torch.equal(payload_of(packed.buffer, packed.format), torch.cat(means, dim=-1))
     assert capture.captured == dict.fromkeys(LAYER_IDS, 5)
     assert capture.missing_rows() == 0
     assert capture.positions is positions
+
+
+@pytest.mark.parametrize("select", [None, [0, 2, 3], [4, 1, 1, 0, 7, 2]], ids=["all", "some", "some twice"])
+@pytest.mark.parametrize("odd", [{}, {"drop": 1}, {"drop": 4}, {"drop": 5}, {"add": 2}], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_blocks_hold_the_rows_of_one_buffer(select: list[int] | None, odd: dict[str, int], first: int) -> None:
+    rows = 5 if select is None else len(select)
+    taken = []
+    for blocks in (None, (first, rows - first)):
+        layers = make_layers(fused=True, **odd)
+        chosen = None if select is None else torch.tensor(select)
+        capture = AuxCapture(
+            layers, LAYER_IDS, finish, expected_rows=5, addressed=True, select=chosen, tail=7, blocks=blocks
+        )
+        with capture:
+            run(layers, 5, torch.float32, torch.arange(5))
+        taken.append(capture.take())
+        assert capture.take() == []
+    (whole,), parts = taken
+    assert [part.rows for part in parts] == [first, rows - first]
+    assert [part.tail_rows for part in parts] == [0, whole.tail_rows]
+    # Rows that a short layer did not deliver hold whatever was there.
+    delivered = 5 - odd.get("drop", 0)
+    there = min(rows, delivered) if select is None else rows * (delivered > 0)
+    ours = torch.cat([part.payload() for part in parts])
+    assert torch.equal(ours[:there], whole.payload()[:there])
+
+
+def test_blocks_must_hold_all_rows() -> None:
+    with pytest.raises(ValueError, match=r"blocks of \(2, 2\) rows do not hold the 5 rows to capture"):
+        AuxCapture(make_layers(fused=False), LAYER_IDS, finish, expected_rows=5, addressed=True, blocks=(2, 2))
 
 
 def test_slots_follow_the_drafts_order() -> None:
     layers = make_layers(fused=False)
     with AuxCapture(layers, (4, 1), finish, expected_rows=2, addressed=False) as capture:
         run(layers, 2, torch.float32, torch.arange(2))
-    assert capture.packed is not None
+    (packed,) = capture.take()
     for slot, index in enumerate((4, 1)):
         finished = layers[index].finished
         assert finished is not None
-        assert torch.equal(capture.packed.slot(slot), finished.mean(dim=1))
+        assert torch.equal(packed.slot(slot), finished.mean(dim=1))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -130,8 +161,8 @@ def test_missing_and_surplus_rows_are_counted(odd: dict[str, int], missing: int,
     assert capture.missing_rows() == missing
     assert capture.captured == {1: 5, 3: 5 - missing, 4: 5}
     # The buffer keeps its size: a collective must not depend on what went wrong.
-    assert capture.packed is not None
-    assert capture.packed.rows == 5
+    (packed,) = capture.take()
+    assert packed.rows == 5
     assert hooks(layers) == 0
 
 
@@ -146,7 +177,7 @@ def test_the_worst_layer_counts() -> None:
 def test_no_captured_layer_ran() -> None:
     with AuxCapture(make_layers(fused=False), LAYER_IDS, finish, expected_rows=5, addressed=True) as capture:
         pass
-    assert capture.packed is None
+    assert capture.take() == []
     assert capture.positions is None
     assert capture.missing_rows() == 5
 

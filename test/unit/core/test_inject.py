@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dspark_cp.core import inject
-from sglang_dspark_cp.core.align import WORDS, HostCounts
+from sglang_dspark_cp.core.align import HOST_WORDS, WORDS, HostCounts, explain
 from sglang_dspark_cp.core.gather import ArrivedRows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof, Ledger
 from sglang_dspark_cp.core.rows import digest
@@ -53,10 +53,10 @@ class Batch:
         return None if self.placed is None else self.placed.locations
 
     def counts(self) -> HostCounts:
-        return HostCounts(*self.proof.words().tolist()[:9])
+        return HostCounts(*self.proof.words().tolist()[:HOST_WORDS])
 
     def device(self) -> list[int]:
-        return self.proof.words().tolist()[9:]
+        return self.proof.words().tolist()[HOST_WORDS:]
 
 
 # ---------------------------------------------------------------------------------------------------------- the proof
@@ -200,7 +200,7 @@ def test_level_off_checks_nothing() -> None:
     locations = batch.admit(expected_width=99)
     assert locations is not None
     assert torch.equal(locations, batch.cache_loc)
-    assert batch.proof.words().tolist()[9:] == [0, 0, -1, 0, 0]
+    assert batch.proof.words().tolist()[HOST_WORDS:] == [0, 0, -1, 0, 0]
 
 
 def test_level_off_reads_nothing_beyond_the_end() -> None:
@@ -262,6 +262,23 @@ def test_another_ticket_is_foreign() -> None:
     batch, _ = arranged_batch([0, 1, 2, 3, 4, 5, 6])
     assert batch.admit(hidden=torch.empty(7, 1)) is None
     assert batch.counts().foreign_hidden == 1
+
+
+def test_words_that_the_device_has_not_written_are_refused() -> None:
+    """On a GPU the words reach the host by themselves: whoever reads too early must not take zeros for a verdict."""
+    batch = Batch().arrive()
+    batch.admit()
+    assert batch.placed is not None
+    assert batch.placed.found is not None
+    found = batch.placed.found
+    arrived = found.memory.clone()
+    for another in (0, found.number + 4096):
+        found.memory.copy_(torch.tensor([0, 0, 0, 0, 0, another]))
+        reason = explain([batch.proof.words().tolist()])
+        assert reason is not None
+        assert reason.endswith("what the device found when it compared the rows did not reach the host")
+    found.memory.copy_(arrived)
+    assert explain([batch.proof.words().tolist()]) is None
 
 
 def test_words_have_their_size_before_and_after() -> None:

@@ -77,6 +77,32 @@ def test_the_last_row_of_each_request(cp_size: int) -> None:
         assert plan.order.view(cp_size, plan.rows)[arrival].tolist() == [2, 3, 7]
 
 
+@pytest.mark.parametrize("extend_lens", [(1,), (2,), (11,), (3, 1, 4), (16, 1), (1, 1)])
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+def test_head_rows_meet_their_requests(extend_lens: tuple[int, ...], cp_size: int) -> None:
+    tokens = sum(extend_lens)
+    batch = torch.arange(tokens * 3).view(tokens, 3)
+    shards = [batch[rank::cp_size] for rank in range(cp_size)]
+    # A rank without a row of its own has a row of padding.
+    shards = [rows if len(rows) else torch.full((1, 3), -7) for rows in shards]
+    plans = [send_last(extend_lens, cp_size, rank) for rank in range(cp_size)]
+    sent = torch.stack([plan.pick_local(rows) for plan, rows in zip(plans, shards, strict=True)])
+    last = torch.tensor(extend_lens).cumsum(0) - 1
+    for plan in plans:
+        found = plan.pick_arrived(sent)
+        assert torch.equal(found, batch[last])
+        alone = len(extend_lens) == 1
+        assert (found.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()) == alone
+    alone = plans[0].rows == 1
+    for plan, rows in zip(plans, shards, strict=True):
+        assert (plan.pick_local(rows).untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()) == alone
+
+
+def test_all_rows_are_picked_without_a_copy() -> None:
+    rows = torch.arange(6).view(3, 2)
+    assert send_all(6, 2).pick_local(rows) is rows
+
+
 def test_plans_of_one_shape_are_one_object() -> None:
     assert send_last((3, 4), 2, 0) is send_last((3, 4), 2, 0)
     assert send_kept([(512, 700)], 128, 256, 2, 0) is send_kept([(0, 188)], 128, 256, 2, 0)

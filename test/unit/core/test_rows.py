@@ -12,8 +12,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_dspark_cp.core.pack import Address
-from sglang_dspark_cp.core.project import _pack, _side_by_side
 from sglang_dspark_cp.core.rows import NOWHERE, digest, mean_streams, place, write_addresses
 
 torch.set_num_threads(1)
@@ -48,16 +46,16 @@ def test_place_row_by_row(batch: list[tuple[int, int, int]], data: st.DataObject
             fails = any(wrong) or slot <= 0
             wanted = (position, NOWHERE if fails else location, NOWHERE if fails else slot)
         assert (int(made.positions[index]), int(made.locations[index]), int(made.slots[index])) == wanted
-    assert made.words is not None
+    assert made.found is not None
     raw = len(batch) - min(first) if first else 0
-    assert made.words.tolist() == [counts[0], counts[1], raw, counts[2], int(digest(positions, locations))]
+    assert made.found.read() == [counts[0], counts[1], raw, counts[2], int(digest(positions, locations))]
     assert (made.locations.dtype, made.slots.dtype, made.positions.dtype) == (torch.int64, torch.int32, torch.int64)
 
 
 def test_without_a_check_rows_are_only_brought_into_order() -> None:
     batch = torch.tensor([[5, 50, 1], [6, 60, 0], [7, 70, 3]]).unbind(1)
     made = place(*batch, order=torch.tensor([2, -1, 1]), address=torch.zeros(3, 2, dtype=torch.int64), check=False)
-    assert made.words is None
+    assert made.found is None
     assert made.locations.tolist() == [70, NOWHERE, 60]
     assert made.slots.tolist() == [3, NOWHERE, 0]
     assert made.positions.tolist() == [7, 0, 6]
@@ -66,8 +64,10 @@ def test_without_a_check_rows_are_only_brought_into_order() -> None:
 def test_rows_in_global_order_without_addresses() -> None:
     made = place(torch.tensor([5, 6]), torch.tensor([50, 60]), torch.tensor([2, 0]))
     assert made.locations.tolist() == [50, NOWHERE]
-    assert made.words is not None
-    assert made.words.tolist()[:4] == [0, 0, 0, 1]
+    assert made.found is not None
+    words = made.found.read()
+    assert words is not None
+    assert words[:4] == [0, 0, 0, 1]
 
 
 def test_counts_that_differ_are_refused() -> None:
@@ -84,29 +84,6 @@ def test_means_of_selected_rows_do_not_read_beyond_the_end() -> None:
     slot = torch.zeros(4, 20)[:, 4:12]
     mean_streams(streams, slot, torch.tensor([0, 2, 5, 1]))
     assert torch.equal(slot, streams.mean(dim=1)[[0, 2, 2, 1]])
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_projected_rows_and_their_addresses_reach_the_wire(together: bool) -> None:
-    whole = torch.randn(3, 12)
-    parts = whole.split(4, dim=1) if together else [part.clone() for part in whole.split(4, dim=1)]
-    assert (_side_by_side(parts) is not None) == together
-    packed = _pack(parts, True, 0, Address(torch.arange(5), torch.arange(50, 55), torch.tensor([4, 0, 1])))
-    assert torch.equal(packed.payload(), whole)
-    assert packed.address().tolist() == [[4, 54], [0, 50], [1, 51]]
-    assert torch.equal(_pack(parts, False, 0, None).payload(), whole)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        torch.randn(3, 8).split(4, dim=1)[::-1],
-        [torch.randn(3, 4)] * 2,
-        torch.randn(4, 6).T.split(2, dim=1),
-    ],
-)
-def test_parts_that_are_no_columns_of_one_tensor(parts: list[torch.Tensor]) -> None:
-    assert _side_by_side(parts) is None
 
 
 def test_addresses_of_selected_rows() -> None:

@@ -46,9 +46,11 @@ def places() -> Iterator[tuple[str, bool]]:
             same = all(
                 torch.equal(getattr(wanted, name), getattr(found, name)) for name in ("locations", "slots", "positions")
             )
-            same &= (wanted.words is None) == (found.words is None)
-            same &= wanted.words is None or torch.equal(wanted.words, found.words)
-            yield f"place {tokens} {arrived} {kind} {in_order} {carried} {check}: {wanted.words} {found.words}", same
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            words = [None if each.found is None else each.found.read() for each in (wanted, found)]
+            same &= words[0] == words[1] and (words[0] is not None) == check
+            yield f"place {tokens} {arrived} {kind} {in_order} {carried} {check}: {words}", same
 
 
 def means() -> Iterator[tuple[str, bool]]:
@@ -85,8 +87,27 @@ def addresses() -> Iterator[tuple[str, bool]]:
         yield f"addresses {count} {kind} {chosen}", torch.equal(wire, wanted)
 
 
+def batches() -> Iterator[tuple[str, bool]]:
+    """Words of one batch after the other: each its own, until another batch's stand in their place."""
+    positions, cache_loc = integers(0, 2**20, 600), integers(1, 2**30, 600)
+    slots = integers(1, 40, 600)
+    drawn = []
+    for number in range(triton_rows.KEPT + 2):
+        count = 1 + number % 3 * 299  # of one to three programs
+        address = torch.stack((positions[:count] + number % 2, cache_loc[:count]), 1)
+        placed = triton_rows.place(positions[:count], cache_loc[:count], slots[:count], address=address)
+        drawn.append((count * (number % 2), placed.found))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    for number, (wrong, found) in enumerate(drawn):
+        words = found.read()
+        right = words is None if number < 2 else words is not None and words[:2] == [wrong, 0]
+        yield f"batch {number}: {words}", right
+        yield f"batch {number} is aligned", found.memory.data_ptr() % 16 == 0
+
+
 def main() -> int:
-    cases = [*places(), *means(), *addresses()]
+    cases = [*places(), *means(), *addresses(), *batches()]
     different = [name for name, same in cases if not same]
     print(f"{len(cases)} cases, {len(different)} different")
     print("\n".join(different), file=sys.stderr)
