@@ -436,7 +436,7 @@ def kernel_times(crew: Crew, shape: Shape, sets: Sequence[Inputs]) -> dict[str, 
     local = every[: shape.rows]
 
     def mean(form: Callable[..., None]) -> Callable[[int], None]:
-        return lambda number: form(sets[number % len(sets)].streams[0], slot)
+        return lambda number: form(sets[number % len(sets)].streams[0], [slot])
 
     def write(form: Callable[..., None]) -> Callable[[int], None]:
         return lambda _: form(address[: shape.rows], local, local)

@@ -199,6 +199,6 @@ def test_means_equal_torchs_to_the_last_bit(hidden: int) -> None:
     """The batch without CP takes SGLang's mean, which is torch's."""
     streams = torch.randn(777, STREAMS, hidden, device="cuda", dtype=torch.bfloat16) * 30
     ours, theirs = (torch.empty(777, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    mean_streams(streams, ours)
-    mean_streams_torch(streams, theirs)
+    mean_streams(streams, [ours])
+    mean_streams_torch(streams, [theirs])
     assert torch.equal(ours, theirs)

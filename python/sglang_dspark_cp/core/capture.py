@@ -31,12 +31,12 @@ class AuxCapture:
         addressed: whether packed rows carry an address.
         select: [rows] int64 on the layers' device, the local rows to keep; None: all P.
         tail: elements that the last buffer holds behind the rows.
-        blocks: rows of each buffer, in the order of the rows; None: one buffer.
+        blocks: rows of each of up to two buffers, in the order of the rows; None: one buffer.
 
     After the forward, `take` hands over the rows, `captured` is the number of rows that each layer delivered, and
     `positions` the positions [rows] that the layers themselves were run with.
 
-    Cost: one kernel per captured layer and block, no concatenation, no host sync.
+    Cost: one kernel per captured layer, no concatenation, no host sync.
     """
 
     def __init__(
@@ -88,23 +88,22 @@ class AuxCapture:
                 tails = [0] * (len(self._blocks) - 1) + [self._tail]
                 for rows, tail in zip(self._blocks, tails, strict=True):
                     self._packed.append(PackedRows(row_format, rows, streams.device, tail))
-            start = 0
-            for packed in self._packed:
-                self._store_mean(streams, packed.slot(slot), start)
-                start += packed.rows
+            self._store_mean(streams, [packed.slot(slot) for packed in self._packed])
             self.captured[layer_id] = streams.shape[0]
             self.positions = kwargs["positions"]
 
         return store
 
-    def _store_mean(self, streams: torch.Tensor, slot: torch.Tensor, start: int) -> None:
-        """slot: [n, H], of the rows from `start` on."""
+    def _store_mean(self, streams: torch.Tensor, slots: list[torch.Tensor]) -> None:
         # A short layer is reported by `missing_rows`; here it only must not be read beyond its end.
         if self._select is None:
-            there = streams[start:]
-            mean_streams(there, slot[: there.shape[0]])
+            left = streams.shape[0]
+            for index, slot in enumerate(slots):
+                slots[index] = slot[:left]
+                left = max(0, left - slot.shape[0])
+            mean_streams(streams, slots)
         elif streams.shape[0]:
-            mean_streams(streams, slot, self._select[start : start + slot.shape[0]])
+            mean_streams(streams, slots, self._select)
 
     def take(self) -> list[PackedRows]:
         """The captured rows, a buffer per block; none if no captured layer ran. They are the caller's alone then."""

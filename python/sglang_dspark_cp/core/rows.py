@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -76,24 +77,34 @@ def _triton_rows() -> Any:
     return importlib.import_module(f"{__package__}.triton_rows")
 
 
-def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor | None = None) -> None:
-    """Mean over the residual streams, written into a slot.
+def mean_streams(streams: torch.Tensor, slots: Sequence[torch.Tensor], select: torch.Tensor | None = None) -> None:
+    """Mean over the residual streams, written into one slot or two.
 
     Args:
         streams: [R, hc_mult, H], any strides but 1 in the last dimension.
-        slot: [N, H], any row stride; N <= R without `select`.
+        slots: [n, H] each, one row stride; the rows of the second follow on those of the first. Together N, N <= R
+            without `select`.
         select: [N] int64, rows to take, clamped to R - 1; None: the first N.
+
+    Raises:
+        ValueError: not one or two slots of one row stride.
     """
+    if not 1 <= len(slots) <= 2 or len({slot.stride(0) for slot in slots}) > 1:
+        raise ValueError(f"one slot, or two of one row stride, take the means of a layer, got {len(slots)}")
     kernels = _kernels(streams)
-    (mean_streams_torch if kernels is None else kernels.mean_streams)(streams, slot, select)
+    (mean_streams_torch if kernels is None else kernels.mean_streams)(streams, slots, select)
 
 
-def mean_streams_torch(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor | None = None) -> None:
+def mean_streams_torch(
+    streams: torch.Tensor, slots: Sequence[torch.Tensor], select: torch.Tensor | None = None
+) -> None:
     """`mean_streams` in plain torch, on any device."""
-    if select is None:
-        torch.mean(streams[: slot.shape[0]], dim=1, out=slot)
-    else:
-        torch.mean(streams.index_select(0, select.clamp(max=streams.shape[0] - 1)), dim=1, out=slot)
+    if select is not None:
+        streams = streams.index_select(0, select.clamp(max=streams.shape[0] - 1))
+    start = 0
+    for slot in slots:
+        torch.mean(streams[start : start + slot.shape[0]], dim=1, out=slot)
+        start += slot.shape[0]
 
 
 def write_addresses(

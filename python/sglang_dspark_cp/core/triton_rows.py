@@ -7,6 +7,8 @@ number at run time is whether 16 divides it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,13 +20,15 @@ ROWS = 256
 _PHI, _MIX, _SHIFT, _NOWHERE = tl.constexpr(PHI), tl.constexpr(MIX), tl.constexpr(SHIFT), tl.constexpr(NOWHERE)
 
 
-@triton.jit(do_not_specialize=["delivered"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["delivered", "first"])  # type: ignore[untyped-decorator]
 def _mean_streams(  # type: ignore[no-untyped-def]
     streams,
     row_stride,
     stream_stride,
     select,
     slot,
+    rest,
+    first,
     delivered,
     SLOT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -44,12 +48,15 @@ def _mean_streams(  # type: ignore[no-untyped-def]
     for stream in tl.static_range(1, STREAMS):
         total += tl.load(start + stream * stream_stride, mask=inside, other=0.0).to(tl.float32)
     mean = (total * (1.0 / STREAMS)).to(slot.dtype.element_ty)
-    tl.store(slot + row * SLOT_STRIDE + column, mean, mask=inside)
+    target = slot + row * SLOT_STRIDE
+    if row >= first:
+        target = rest + (row - first) * SLOT_STRIDE
+    tl.store(target + column, mean, mask=inside)
 
 
-def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor | None = None) -> None:
+def mean_streams(streams: torch.Tensor, slots: Sequence[torch.Tensor], select: torch.Tensor | None = None) -> None:
     """See `rows.mean_streams`."""
-    rows, hidden = slot.shape
+    rows, hidden = sum(slot.shape[0] for slot in slots), slots[0].shape[1]
     if not rows:
         return
     _mean_streams[(rows, triton.cdiv(hidden, COLUMNS))](
@@ -57,9 +64,11 @@ def mean_streams(streams: torch.Tensor, slot: torch.Tensor, select: torch.Tensor
         streams.stride(0),
         streams.stride(1),
         streams if select is None else select,
-        slot,
+        slots[0],
+        slots[-1],
+        slots[0].shape[0],
         streams.shape[0],
-        SLOT_STRIDE=slot.stride(0),
+        SLOT_STRIDE=slots[0].stride(0),
         HIDDEN=hidden,
         STREAMS=streams.shape[1],
         SELECT=select is not None,

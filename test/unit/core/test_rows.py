@@ -81,9 +81,16 @@ def test_counts_that_differ_are_refused() -> None:
 
 def test_means_of_selected_rows_do_not_read_beyond_the_end() -> None:
     streams = torch.randn(3, 4, 8)
-    slot = torch.zeros(4, 20)[:, 4:12]
-    mean_streams(streams, slot, torch.tensor([0, 2, 5, 1]))
-    assert torch.equal(slot, streams.mean(dim=1)[[0, 2, 2, 1]])
+    slots = [torch.zeros(rows, 20)[:, 4:12] for rows in (3, 1)]
+    mean_streams(streams, slots, torch.tensor([0, 2, 5, 1]))
+    assert torch.equal(torch.cat(slots), streams.mean(dim=1)[[0, 2, 2, 1]])
+
+
+@pytest.mark.parametrize("widths", [(), (8, 9), (8, 8, 8)], ids=str)
+def test_slots_of_another_number_or_stride_are_refused(widths: tuple[int, ...]) -> None:
+    slots = [torch.zeros(1, width)[:, :8] for width in widths]
+    with pytest.raises(ValueError, match=f"one slot, or two of one row stride.*got {len(widths)}"):
+        mean_streams(torch.randn(3, 4, 8), slots)
 
 
 def test_addresses_of_selected_rows() -> None:

@@ -59,11 +59,17 @@ def means() -> Iterator[tuple[str, bool]]:
         for select in (None, integers(0, 2 * delivered, 11)):
             count = delivered if select is None else 11
             slot = torch.zeros(count, 3 * hidden + 8, device=DEVICE, dtype=DTYPE)
-            triton_rows.mean_streams(given, slot[:, hidden : 2 * hidden], select)
             picked = given if select is None else given[select.clamp(max=delivered - 1)]
             wanted = torch.zeros_like(slot)
             wanted[:, hidden : 2 * hidden] = picked.mean(dim=1)
-            yield f"mean {delivered} {hidden} {streams} {select is None}", torch.equal(slot, wanted)
+            for first in {count, 0, 1, count // 3}:
+                two = [torch.zeros_like(slot[:first]), torch.zeros_like(slot[first:])]
+                slots = [each[:, hidden : 2 * hidden] for each in two]
+                triton_rows.mean_streams(given, slots[: 1 + (first < count)], select)
+                yield (
+                    f"mean {delivered} {hidden} {streams} {select is None} {first}",
+                    torch.equal(torch.cat(two), wanted),
+                )
 
 
 def addresses() -> Iterator[tuple[str, bool]]:
