@@ -41,7 +41,7 @@ STAND_IN = f"""
         tokens = given[given.index("--tokens") + 1 : given.index("--timeout")]
         result["cells"] = [
             {{**cell, "cp": int(value(option)), "tokens": int(each[:-1]) * 1024}}
-            for each in tokens for cell in result["cells"]
+            for each in tokens for cell in result["cells"] if cell["tokens"] == 8192
         ]
         pathlib.Path(value("--json")).write_text(json.dumps(result))
     else:

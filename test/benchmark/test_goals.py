@@ -105,8 +105,11 @@ def test_the_gather_is_judged_at_cp_8_on_a_real_link_only(gather: dict[str, Any]
 def test_times_faster_are_those_of_a_busy_gpu(gather: dict[str, Any]) -> None:
     for cell in gather["cells"]:
         if cell["design"] == "kv":
+            shape = cell["hidden"], cell["tokens"]
             stock = next(
-                each for each in gather["cells"] if each["design"] == goals.STOCK and each["hidden"] == cell["hidden"]
+                each
+                for each in gather["cells"]
+                if each["design"] == goals.STOCK and (each["hidden"], each["tokens"]) == shape
             )
             cell["queued_ms"] |= {"median": stock["queued_ms"]["median"] / 8.5, "of_limit": 1.4}
     found = [goal for goal in goals.goals_of_gather(gather, "x") if goal.what.startswith("gather kv")]
