@@ -77,7 +77,7 @@ def process_batch_result(
     proof = result.__dict__.pop("dspark_cp_proof", None)
     if proof is not None:
         if result.copy_done is not None:
-            result.copy_done.synchronize()  # stock's own first step; the verdict's copy is older than this event
+            result.copy_done.synchronize()  # stock's own first step; the verdict's words are older than this event
         group = scheduler.attn_cp_cpu_group
         error = runtime().require_ledger(cp_rank()).settle(proof, lambda words: _gather_words(words, group))
         if error is not None:

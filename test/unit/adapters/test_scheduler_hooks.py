@@ -12,7 +12,7 @@ import torch
 from sglang_dspark_cp.adapters import runtime as runtime_module
 from sglang_dspark_cp.adapters import scheduler, v0_5_17, v0_5_23
 from sglang_dspark_cp.config import Config
-from sglang_dspark_cp.core.inject import Ledger
+from sglang_dspark_cp.core.inject import BatchProof, Ledger
 from sglang_dspark_cp.errors import TopologyError
 
 ADAPTERS = [v0_5_17, v0_5_23]
@@ -66,6 +66,47 @@ def test_finished_requests_are_forgotten_without_touching_the_cache(
     monkeypatch.setattr(scheduler, "drop_cached_prefixes", lambda *_: pytest.fail("the cache was emptied"))
     done = [SimpleNamespace(rid="a")]
     assert adapter.process_inflight_queue(lambda scheduler: done, scheduler_with()) == done
+
+
+class Copy:
+    """Stands for the event behind a batch's results: waiting for it ends the GPU's work, which stores the words."""
+
+    def __init__(self, proof: BatchProof, *, in_time: bool) -> None:
+        assert proof._found is not None
+        self.memory, self.words, self.in_time = proof._found.memory, proof._found.memory.clone(), in_time
+        self.memory.zero_()
+
+    def synchronize(self) -> None:
+        if self.in_time:
+            self.memory.copy_(self.words)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_verdict_is_read_behind_the_batchs_results(
+    adapter: Any, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    proof = BatchProof(["a"], [0], [3])
+    ledger.begin(proof)
+    hidden, where = torch.randn(3, 8), torch.arange(3)
+    proof.note_local(hidden)
+    assert proof.admit(hidden, where, where + 256, expected_width=8, to_swa=lambda locations: locations) is not None
+    refused: list[str] = []
+    monkeypatch.setattr(scheduler, "_gather_words", lambda words, group: [words.tolist()])
+    monkeypatch.setattr(scheduler, "_report", lambda *_: None)
+    monkeypatch.setattr(scheduler, "refuse", lambda engine, prefill, req, start, end, why: refused.append(why))
+    result = SimpleNamespace(dspark_cp_proof=proof, copy_done=Copy(proof, in_time=in_time))
+    handed_on: list[Any] = []
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a")])
+    prefill = SimpleNamespace(attn_cp_cpu_group="group")
+    adapter.process_batch_result(lambda *given: handed_on.append(given), prefill, batch, result)
+    assert handed_on == [(prefill, batch, result)]
+    assert "dspark_cp_proof" not in vars(result)
+    if in_time:
+        assert refused == []
+    else:
+        (why,) = refused
+        assert why.startswith("AlignmentError: draft KV of a prefill batch of 3 tokens is not aligned")
+        assert "did not reach the host" in why
 
 
 class Cache:
