@@ -15,6 +15,7 @@ from sglang_dspark_cp.core.capture import AuxCapture
 from sglang_dspark_cp.core.gather import ArrivedRows, gather_rows
 from sglang_dspark_cp.core.inject import NOT_WRITTEN, BatchProof
 from sglang_dspark_cp.core.layout import rows_per_rank, send_all, shard
+from sglang_dspark_cp.core.pack import PackedRows
 from sglang_dspark_cp.core.rows import mean_streams, mean_streams_torch
 
 pytestmark = [
@@ -38,8 +39,8 @@ class Streams(torch.nn.Module):
 
 def packed_of_rank(
     streams: list[torch.Tensor], positions: torch.Tensor, cache_loc: torch.Tensor, cp_size: int, cp_rank: int
-) -> AuxCapture:
-    """Capture on one rank's shard of global streams [T, M, H]."""
+) -> tuple[AuxCapture, PackedRows]:
+    """Capture on one rank's shard of global streams [T, M, H], and its rows with their addresses."""
     rows = rows_per_rank(positions.shape[0], cp_size)
     layers = torch.nn.ModuleList([Streams(shard(each, cp_size, cp_rank)) for each in streams])
     local_positions = shard(positions, cp_size, cp_rank)
@@ -138,19 +139,26 @@ def test_a_verdict_read_too_early_is_none() -> None:
 
 def test_words_of_two_streams_do_not_mix() -> None:
     hidden, where = torch.zeros(5000, 8, device="cuda"), torch.arange(5000, device="cuda") + 256
+    positions = where - 256
+    addresses = [torch.stack((positions, where), dim=1) for _ in range(64)]
+    for number, address in enumerate(addresses):
+        address[: number % 5, 0] += 1
     streams = [torch.cuda.Stream() for _ in range(2)]
-    proofs: list[tuple[int, BatchProof]] = []
-    torch.cuda.synchronize()
-    for number in range(64):
-        wrong = number % 5
-        address = torch.stack((where - 256, where), dim=1)
-        address[:wrong, 0] += 1
-        torch.cuda.synchronize()
+
+    def admitted(number: int) -> BatchProof:
+        proof = BatchProof(["a"], [0], [5000])
         with torch.cuda.stream(streams[number % 2]):
-            proof = BatchProof(["a"], [0], [5000])
-            proof.note_arrived(ArrivedRows(hidden, address, 0), 0)
-            assert proof.admit(hidden, where - 256, where, expected_width=8, to_swa=lambda loc: loc) is not None
-        proofs.append((wrong, proof))
+            proof.note_arrived(ArrivedRows(hidden, addresses[number], 0), 0)
+            assert proof.admit(hidden, positions, where, expected_width=8, to_swa=lambda loc: loc) is not None
+        return proof
+
+    torch.cuda.synchronize()
+    admitted(0), admitted(1)  # allocate what each stream keeps
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(400_000_000)  # both queues fill behind it, and their kernels run side by side
+    proofs = [(number % 5, admitted(number)) for number in range(64)]
     torch.cuda.synchronize()
     for wrong, proof in proofs:
         assert proof.words().tolist()[HOST_WORDS : HOST_WORDS + 2] == [wrong, 0]

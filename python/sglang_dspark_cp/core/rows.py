@@ -89,8 +89,11 @@ def mean_streams(streams: torch.Tensor, slots: Sequence[torch.Tensor], select: t
     Raises:
         ValueError: not one or two slots of one row stride.
     """
-    if not 1 <= len(slots) <= 2 or len({slot.stride(0) for slot in slots}) > 1:
-        raise ValueError(f"one slot, or two of one row stride, take the means of a layer, got {len(slots)}")
+    strides = [slot.stride(0) for slot in slots]
+    if not 1 <= len(slots) <= 2 or len(set(strides)) > 1:
+        raise ValueError(
+            f"one slot, or two of one row stride, take the means of a layer, got {len(slots)} of row strides {strides}"
+        )
     kernels = _kernels(streams)
     (mean_streams_torch if kernels is None else kernels.mean_streams)(streams, slots, select)
 

@@ -89,7 +89,7 @@ def test_means_of_selected_rows_do_not_read_beyond_the_end() -> None:
 @pytest.mark.parametrize("widths", [(), (8, 9), (8, 8, 8)], ids=str)
 def test_slots_of_another_number_or_stride_are_refused(widths: tuple[int, ...]) -> None:
     slots = [torch.zeros(1, width)[:, :8] for width in widths]
-    with pytest.raises(ValueError, match=f"one slot, or two of one row stride.*got {len(widths)}"):
+    with pytest.raises(ValueError, match=f"one slot, or two of one row stride.*got {len(widths)} of row strides"):
         mean_streams(torch.randn(3, 4, 8), slots)
 
 
