@@ -66,6 +66,17 @@ table of the target's uncompressed layers (4096 original positions, beta_fast 32
 """
 PEAK_SCORE = 80.0
 """Attention logit at the wanted distance; every other distance in the window stays about 0.3 of it lower."""
+TARGET_SINK = 68.0
+"""Attention sink of the target's copy layer, half way between the peak and the best other distance (56.6).
+
+Before position ``period - 1`` no row stands at the wanted distance. There the sink takes all attention but some 1e-5.
+Without it attention would blend rows whose scores nearly tie, and the last bit of a sum could move a draft row by a
+whole e4m3 code.
+"""
+COPY_SIZE = 1 / 32
+"""Entries of COPY. Small beside the 1 of the other parts, so that norms hardly change where nothing was copied."""
+DRAFT_SINK = -2 * PEAK_SCORE
+"""Attention sink of the draft's stages: plays no part. The wanted row of a block is always in the window."""
 
 
 def own(digit: int) -> slice:
@@ -152,11 +163,6 @@ class CheckpointInfo:
     num_tensors: int
     num_bytes: int
     first_token: int = FIRST_TOKEN
-
-    @property
-    def first_settled_position(self) -> int:
-        """First position whose hidden rows do not hang on near-tied attention scores; 0 for a random checkpoint."""
-        return 0 if self.period is None else self.period - 1
 
     def sample_prompt(self, length: int, seed: int = 0) -> list[int]:
         """``length`` uniform token ids without special ones."""
@@ -458,14 +464,14 @@ class _OracleBuilder(_RandomBuilder):
         embed[:, CONST] = 1.0
         embed[:, OWN_START:COPY_START] = codes
         head = self.zeros(g.vocab, g.hidden)
-        final_scale = self._normalised(tagged=True, copied=True)
-        head[FIRST_TOKEN:, COPY_START:MIN_HIDDEN] = codes[FIRST_TOKEN:] * 30.0 / (codes.shape[1] * final_scale)
+        final_copy = COPY_SIZE * self._normalised(tagged=True)
+        head[FIRST_TOKEN:, COPY_START:MIN_HIDDEN] = codes[FIRST_TOKEN:] * 30.0 / (codes.shape[1] * final_copy)
         self.put("embed.weight", embed)
         self.put("head.weight", head)
 
-    def _normalised(self, *, tagged: bool, copied: bool) -> float:
+    def _normalised(self, *, tagged: bool) -> float:
         """Value of a CONST dim after an RMSNorm of the residual stream."""
-        groups = 1 + NUM_DIGITS + int(tagged) + NUM_DIGITS * int(copied)
+        groups = 1 + NUM_DIGITS + int(tagged) + NUM_DIGITS * COPY_SIZE**2
         return math.sqrt(self.geometry.hidden / (groups * GROUP))
 
     def hyper_connection(self, prefix: str, site: str) -> None:
@@ -497,23 +503,24 @@ class _OracleBuilder(_RandomBuilder):
         """Copy heads in target layer 0 and in every draft stage; a random input and no output elsewhere."""
         if layer == 0:
             plan = [(group % NUM_DIGITS, group % NUM_DIGITS) for group in range(self.geometry.o_groups)]
-            self._copy_attention(prefix, rotate=0, plan=plan)
+            self._copy_attention(prefix, rotate=0, plan=plan, sink=TARGET_SINK)
         elif stage is not None:
             plan = [(0, stage)] * self.geometry.o_groups
-            self._copy_attention(prefix, rotate=stage, plan=plan)
+            self._copy_attention(prefix, rotate=stage, plan=plan, sink=DRAFT_SINK)
         else:
             g = self.geometry
             self.attention_inputs(prefix, ratio)
             self.random_linear(f"{prefix}.wo_a", g.o_groups * g.o_lora, g.heads * g.head_dim // g.o_groups)
             self.put_linear(f"{prefix}.wo_b", self.zeros(g.hidden, g.o_groups * g.o_lora))
 
-    def _copy_attention(self, prefix: str, *, rotate: int, plan: Sequence[tuple[int, int]]) -> None:
+    def _copy_attention(self, prefix: str, *, rotate: int, plan: Sequence[tuple[int, int]], sink: float) -> None:
         """Attention to the one row ``period - 1`` positions back, and a copy of its codes to COPY.
 
         Args:
             prefix: tensor name prefix.
             rotate: the row holds digit ``(chunk + rotate) % 3`` in no-position chunk ``chunk``.
             plan: for each output group the chunk that it reads and the COPY digit that it writes.
+            sink: attention logit of the sink of every head.
         """
         import torch
 
@@ -548,7 +555,7 @@ class _OracleBuilder(_RandomBuilder):
         kv_norm[g.nope_dim :] = PEAK_SCORE / rotary_norm
         self.put_linear(f"{prefix}.wkv", wkv)
         self.put(f"{prefix}.kv_norm.weight", kv_norm)
-        self.put(f"{prefix}.attn_sink", self.zeros(g.heads) - 2 * PEAK_SCORE, "float32")
+        self.put(f"{prefix}.attn_sink", self.zeros(g.heads) + sink, "float32")
 
         # Output: a group averages its heads; the groups of one digit share its weight (powers of two).
         heads = g.heads // g.o_groups
@@ -560,7 +567,7 @@ class _OracleBuilder(_RandomBuilder):
             power_of_two = len(members) & (len(members) - 1) == 0
             share = 1.0 / len(members) if power_of_two else 2.0**-doublings
             wo_a[group, :, :, chunk * GROUP : (chunk + 1) * GROUP] = torch.eye(GROUP)[:, None] / heads
-            wo_b[copy(digit), group] = torch.eye(GROUP) * share
+            wo_b[copy(digit), group] = torch.eye(GROUP) * share * COPY_SIZE
         self.put_linear(f"{prefix}.wo_a", wo_a.view(g.o_groups * g.o_lora, -1))
         self.put_linear(f"{prefix}.wo_b", wo_b.view(g.hidden, -1))
 
@@ -580,7 +587,7 @@ class _OracleBuilder(_RandomBuilder):
         g = self.geometry
         changes = [] if layer is None else self._tag_changes(layer)
         tagged = layer is not None and (layer - 1) in g.targets
-        value = self._normalised(tagged=tagged, copied=True)
+        value = self._normalised(tagged=tagged)
         gate_weight = 2.0 ** round(math.log2(3.0 / (GROUP * value)))
         gate = GROUP * gate_weight * value
         swish = gate / (1 + math.exp(-gate))

@@ -374,8 +374,7 @@ class GpuRun:
         row_reference = set_ups.row_reference_of(present)
         for each in present:
             if each.is_cp and row_reference is not None and row_reference is not reference:
-                settled, early = self._rows_against(each, row_reference)
-                report["set_ups"][each.name] |= {"rows_vs_cp1": settled, "rows_vs_cp1_early": early}
+                report["set_ups"][each.name]["rows_vs_cp1"] = self._rows_against(each, row_reference)
         for each in present:
             reasons += self._complaints(each)
             if each.is_cp:
@@ -386,7 +385,6 @@ class GpuRun:
                     report["set_ups"][reference.name]["mean_accept_length"] if reference else None,
                     (summary.get("proposal_agreement") or {}).get("first_step"),
                     summary.get("rows_vs_cp1") or summary.get("rows_vs_non_cp"),
-                    summary.get("rows_vs_cp1_early") or summary.get("rows_vs_non_cp_early"),
                 )
                 reasons += judge.judge_set_up(finding, strict_rows=self.info.kind == "oracle")
         self._report_controls(control_base, reference, proposals)
@@ -439,22 +437,17 @@ class GpuRun:
         if base and summary["mean_accept_length"]:
             summary["accept_length_vs_non_cp"] = round(summary["mean_accept_length"] / base, 4)
         pairs = list(zip(answers.rooms, theirs.rooms, strict=False))
-        summary["rows_vs_non_cp"], summary["rows_vs_non_cp_early"] = self._rows_against(each, reference)
+        summary["rows_vs_non_cp"] = self._rows_against(each, reference)
         agreed = judge.agreement(proposals, [a for a, _ in pairs], [b for _, b in pairs])
         summary["proposal_agreement"] = agreed.report()
         return summary
 
-    def _rows_against(self, each: SetUp, reference: SetUp) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prefill rows of two set-ups, request by request: those of settled positions, and those of early ones."""
+    def _rows_against(self, each: SetUp, reference: SetUp) -> dict[str, Any]:
+        """Prefill rows of two set-ups, request by request."""
         ours = judge.load_rows(self.dump_folder(str(each.prefill)), "prefill")
         theirs = judge.load_rows(self.dump_folder(str(reference.prefill)), "prefill")
         rooms = zip(self.answers[each.name].rooms, self.answers[reference.name].rooms, strict=False)
-        pairs = [(ours[a], theirs[b]) for a, b in rooms if a in ours and b in theirs]
-        settled = self.info.first_settled_position
-        return (
-            judge.compare_many(pairs, range(settled, judge.EVERYWHERE.stop)),
-            judge.compare_many(pairs, range(settled)),
-        )
+        return judge.compare_many((ours[a], theirs[b]) for a, b in rooms if a in ours and b in theirs)
 
     def _rows_against_plugin(self, each: SetUp) -> dict[str, Any]:
         """Rows that decode got from stock's CP prefill, against those from this package's, request by request."""
@@ -464,11 +457,7 @@ class GpuRun:
         arrived = judge.load_rows(self.dump_folder(each.answers), "decode")
         rooms = zip(self.answers[each.name].rooms, self.answers[like.name].rooms, strict=False)
         pairs = [(arrived[a], arrived[b]) for a, b in rooms if a in arrived and b in arrived]
-        settled = self.info.first_settled_position
-        return {
-            "rows_vs_plugin": judge.compare_many(pairs, range(settled, judge.EVERYWHERE.stop)),
-            "rows_vs_plugin_early": judge.compare_many(pairs, range(settled)),
-        }
+        return {"rows_vs_plugin": judge.compare_many(pairs)}
 
     def _complaints(self, each: SetUp) -> list[str]:
         """What is wrong with a set-up by itself."""

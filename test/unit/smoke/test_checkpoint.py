@@ -236,6 +236,24 @@ def test_all_rows_of_the_window_matter(sim: CheckpointSim) -> None:
         assert accept_length(sim, prompt, damaged, 120) < 4.5
 
 
+def test_rows_do_not_hang_on_near_ties(sim: CheckpointSim) -> None:
+    """Scores that are off by up to some units leave every draft row as it is, also where no row is at the distance."""
+    ids = sim.info.sample_prompt(200, 7)
+    positions = torch.arange(len(ids))
+    right = sim.target(ids)
+    noisy = CheckpointSim(sim.info.path)
+    attend = noisy.attend
+    noise = torch.Generator().manual_seed(1)
+
+    def shaken(prefix: str, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return attend(prefix, q * (1 + 1e-2 * torch.randn(q.shape, generator=noise)), kv, mask)
+
+    noisy.attend = shaken  # type: ignore[method-assign]
+    other = noisy.target(ids)
+    assert not torch.equal(other.logits, right.logits)
+    assert torch.equal(noisy.context_rows(other.aux, positions), sim.context_rows(right.aux, positions))
+
+
 def test_tensor_parallel_shares_add_up(oracles: dict[Quant, CheckpointInfo]) -> None:
     for tp in (2, 8):
         sim = CheckpointSim(oracles["fp8"].path, tp=tp)
