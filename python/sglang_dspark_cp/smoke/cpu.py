@@ -116,9 +116,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         questions = [] if args.soak else read_questions(args.prompts)
-        prompts = [] if args.soak else build(questions, args.prefill_cp, args.chunk, args.max_tokens)
-        if args.only_prompts:
-            prompts = prompts[: len(questions)]
+        prompts = (
+            []
+            if args.soak
+            else build(questions, args.prefill_cp, args.chunk, args.max_tokens, only_questions=args.only_prompts)
+        )
     except WorkloadError as error:
         console.print(f"[red]{error}[/red]")
         return 2

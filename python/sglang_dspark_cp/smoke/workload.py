@@ -74,8 +74,14 @@ def read_questions(path: Path | None) -> list[str]:
     return questions
 
 
-def build(questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | None = None) -> list[Prompt]:
-    """All requests of a run, in order of arrival; longer ones than `max_tokens` are left out."""
+def build(
+    questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | None = None, *, only_questions: bool = False
+) -> list[Prompt]:
+    """All requests of a run, in order of arrival; longer ones than `max_tokens` are left out.
+
+    Raises:
+        WorkloadError: a prompt is longer than the small model holds, or none is left.
+    """
     rng = random.Random(7)
     longest = geometry.POSITIONS - 1
     prompts: list[Prompt] = []
@@ -84,7 +90,10 @@ def build(questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | 
         if max_tokens is not None and len(tokens) > max_tokens:
             return
         if len(tokens) > longest:
-            raise WorkloadError(f"prompt {name} has {len(tokens)} tokens, the small model holds {longest}")
+            raise WorkloadError(
+                f"prompt {name} has {len(tokens)} tokens, the small model holds {longest};"
+                f" --max-tokens {longest} leaves such prompts out"
+            )
         prompts.append(Prompt(name, tokens, FIRST_ROOM + len(prompts), wave))
 
     def noise(length: int) -> list[int]:
@@ -92,6 +101,8 @@ def build(questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | 
 
     for number, question in enumerate(questions):
         add(f"question {number + 1}", tokenize(question), 0)
+    if only_questions:
+        return _not_empty(prompts, max_tokens)
     for length in sorted({*range(1, cp_size + 2), 2 * cp_size - 1}):
         add(f"length {length}", noise(length), 1)
     for length in (127, 128, 129, 255, 256, 257, 511, 513):
@@ -105,6 +116,10 @@ def build(questions: Sequence[str], cp_size: int, chunk: int, max_tokens: int | 
     add("the same prefix, other end", [*base, *noise(300)], 5)
     # Alone in its batch and shorter than the CP group: no collective may take place.
     add("alone, one token", noise(1), 6)
+    return _not_empty(prompts, max_tokens)
+
+
+def _not_empty(prompts: list[Prompt], max_tokens: int | None) -> list[Prompt]:
     if not prompts:
         raise WorkloadError(f"no prompt has {max_tokens} tokens or fewer; give a larger --max-tokens")
     return prompts

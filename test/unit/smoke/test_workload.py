@@ -101,9 +101,18 @@ def test_max_tokens_leaves_longer_requests_out() -> None:
     assert all(everything[prompt.name] == prompt.tokens for prompt in prompts)
 
 
-def test_nothing_is_left() -> None:
+@pytest.mark.parametrize("only", [False, True])
+def test_nothing_is_left(only: bool) -> None:
     with pytest.raises(WorkloadError, match="no prompt has 0 tokens or fewer; give a larger --max-tokens"):
-        build(QUESTIONS, 8, CHUNK, max_tokens=0)
+        build(QUESTIONS, 8, CHUNK, max_tokens=0, only_questions=only)
+
+
+def test_questions_alone_are_not_refused_for_prompts_that_are_not_sent() -> None:
+    chunk = geometry.POSITIONS // 2
+    prompts = build([*QUESTIONS, "x" * 200], 8, chunk, max_tokens=100, only_questions=True)
+    assert [prompt.tokens for prompt in prompts] == [tokenize(text) for text in QUESTIONS]
+    with pytest.raises(WorkloadError, match=f"--max-tokens {geometry.POSITIONS - 1} leaves such prompts out"):
+        build(QUESTIONS, 8, chunk)
 
 
 def test_a_prompt_that_the_small_model_cannot_hold() -> None:
