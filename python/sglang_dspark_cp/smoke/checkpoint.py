@@ -18,7 +18,7 @@ Layout of the residual stream of the oracle (hidden dims, groups of 128; dims ab
     [   0,  128)  CONST   1.0 for every token: source of queries, of the rotary part of keys, of gates
     [ 128,  256)  TAG     one digit of the own token, a different one after each captured target layer
     [ 256,  640)  OWN     three digit codes of the own token, 128 dims each
-    [ 640, 1024)  COPY    three digit codes of the attended token; the only dims that the LM head reads
+    [ 640, 1024)  COPY    three digit codes of the attended token, small; the only dims that the LM head reads
 
 A token is a triple of digits in base ``ceil(vocab ** (1/3))``. A digit is a row of a sign-flipped Hadamard
 matrix, so codes of different digits at one place are orthogonal.
