@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs of `benchmark/results/smoke-cuda-2xh200-*` and `cp_gather-2xh200-*`, several pairs of servers at a time.
 # usage: scripts/gpu/two.sh STEP ...
-#   servers   bf16 with all set-ups and controls; beside it what stock refuses, then fp8 without controls: about 10 min
+#   servers   bf16 with all set-ups and controls; beside it what stock refuses, then fp8 without controls: 6 to 10 min
 #             with JIT caches    needs step1.sh and step2.sh
 #   modes     --mode kv, context and packed side by side, one-GPU prefill and CP2 -> TP2, no controls    needs the same
 #   gather    benchmark/cp_gather at cp 2, both H: about 2 min    needs torch and triton
