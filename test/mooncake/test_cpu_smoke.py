@@ -96,24 +96,13 @@ def test_a_long_prompt_without_prefix_cache_sends_its_last_rows_only(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     prompts = tmp_path / "long.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{word} " * 800}) + "\n" for word in ("rain", "wind")))
+    prompts.write_text("".join(json.dumps({"prompt": f"{word} " * 1400}) + "\n" for word in ("rain", "wind")))
     received = {}
     for mode in ("kv", "window"):
-        flags = (
-            "--prompts",
-            str(prompts),
-            "--only-prompts",
-            "--max-tokens",
-            "4000",
-            "--chunk",
-            "4096",
-            "--no-radix",
-            "--mode",
-            mode,
-        )
+        flags = ("--prompts", str(prompts), "--only-prompts", "--chunk", "8192", "--no-radix", "--mode", mode)
         status, report, err = smoke(capsys, "--prefill-cp", "4", "--decode-dp", "2", *flags)
         assert_right(status, report, err)
-        assert [row["tokens"] for row in report["per_request"]] == [4000, 4000]
+        assert [row["tokens"] for row in report["per_request"]] == [7000, 7000]
         received[mode] = report["gather_bytes_at_hidden"]["4096"] / report["gather_bytes_stock_at_hidden"]["4096"]
     assert received["window"] < received["kv"] / 20
 
@@ -231,7 +220,9 @@ def assert_stock_beside_ours(report: dict[str, Any], err: str) -> None:
     [
         (["--prefill-cp", "3"], "allowed are 2, 4, 8"),
         (["--decode-dp", "9"], "allowed are 1 to 8"),
-        (["--chunk", "0"], "allowed are 1 to 4096"),
+        (["--chunk", "0"], "allowed are 1 to 8192"),
+        (["--chunk", "8193"], "allowed are 1 to 8192"),
+        (["--chunk", "8192"], "the small model holds 8191; --max-tokens 8191 leaves such prompts out"),
         (["--inject-fault", "typo"], "is not a fault"),
         (["--prompts", "does-not-exist.jsonl"], "cannot read the prompts file"),
         (["--max-tokens", "0"], "larger --max-tokens"),

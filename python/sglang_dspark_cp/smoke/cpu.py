@@ -90,8 +90,8 @@ def usage_error(args: argparse.Namespace) -> str | None:
         return f"--prefill-cp {args.prefill_cp}: allowed are {', '.join(map(str, CP_SIZES))} (attention CP == TP <= 8)"
     if not 1 <= args.decode_dp <= 8:
         return f"--decode-dp {args.decode_dp}: allowed are 1 to 8"
-    if not 1 <= args.chunk <= 4096:
-        return f"--chunk {args.chunk}: allowed are 1 to 4096 tokens"
+    if not 1 <= args.chunk <= g.POSITIONS:
+        return f"--chunk {args.chunk}: allowed are 1 to {g.POSITIONS} tokens"
     if len(args.inject_fault) > 1:
         return "--inject-fault: the CPU run takes one fault at a time"
     for fault in args.inject_fault:
