@@ -222,7 +222,7 @@ def assert_stock_beside_ours(report: dict[str, Any], err: str) -> None:
         (["--decode-dp", "9"], "allowed are 1 to 8"),
         (["--chunk", "0"], "allowed are 1 to 8192"),
         (["--chunk", "8193"], "allowed are 1 to 8192"),
-        (["--chunk", "8192"], "the small model holds 8191; --max-tokens 8191 leaves such prompts out"),
+        (["--chunk", "8192"], "--max-tokens 8191 leaves such prompts out"),
         (["--inject-fault", "typo"], "is not a fault"),
         (["--prompts", "does-not-exist.jsonl"], "cannot read the prompts file"),
         (["--max-tokens", "0"], "larger --max-tokens"),
